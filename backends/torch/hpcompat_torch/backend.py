@@ -1,0 +1,169 @@
+"""The torch backend as the scheduler sees it: every method is a line or two into the room that knows how."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hpcompat.backend import GroupTensors, Streams, WrapSpec
+from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
+from hpcompat.core.unit import Unit
+from hpcompat.errors import CapabilityError
+from hpcompat.mesh import DataParallelMeshDims, FSDPMeshInfo
+from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
+from hpcompat_torch import collectives, hooks, mesh, optim
+from hpcompat_torch.group import GroupTensors as TorchGroupTensors
+from hpcompat_torch.param import uid_of
+from hpcompat_torch.streams import streams_of
+
+
+class TorchBackend:
+    """Implements :class:`hpcompat.backend.Backend`."""
+
+    name = "torch"
+    module_mixin = hooks.TorchModuleMixin
+
+    def owns(self, module: object) -> bool:
+        return isinstance(module, nn.Module)
+
+    def probe(self) -> dict[str, object]:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        devices = ["cpu"]
+        if accelerator is not None:
+            devices += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
+        return {
+            "versions": {"torch": torch.__version__},
+            "devices": devices,
+            "capabilities": {
+                "streams": accelerator is not None,
+                "backends": [name for name in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(name)],
+                "gloo reductions": sorted(op.value for op in collectives.REDUCTIONS["gloo"]),
+                "nccl reductions": sorted(op.value for op in collectives.REDUCTIONS["nccl"]),
+                "mesh concatenation (dp_mesh_dims, tensor parallel)": hasattr(DeviceMesh, "_concatenate"),
+                "pinned CPU offload": accelerator is not None,
+                "symmetric memory": False,
+                "process-group allocation": accelerator is not None,
+                "machine": platform.machine(),
+            },
+        }
+
+    # Modules
+
+    def named_modules(self, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+        return module.named_modules()
+
+    def children(self, module: nn.Module) -> Iterable[nn.Module]:
+        return module.children()
+
+    def named_parameters(self, module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, nn.Parameter]]:
+        return module.named_parameters(recurse=recurse, remove_duplicate=False)
+
+    def buffers(self, module: nn.Module) -> Iterable[torch.Tensor]:
+        return module.buffers(recurse=False)
+
+    def is_bare_container(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+
+    def parameter_uid(self, parameter: torch.Tensor) -> int:
+        return uid_of(parameter)
+
+    def is_parameter(self, value: object) -> bool:
+        return isinstance(value, nn.Parameter)
+
+    def is_scalar(self, parameter: torch.Tensor) -> bool:
+        return parameter.ndim == 0
+
+    # Meshes
+
+    def default_mesh(self, names: tuple[str, ...] | None = None) -> DeviceMesh:
+        return mesh.default_mesh(names)
+
+    def is_mesh(self, value: object) -> bool:
+        return isinstance(value, DeviceMesh)
+
+    def device_of(self, device_mesh: DeviceMesh) -> torch.device:
+        return mesh.device_of(device_mesh)
+
+    def submesh(self, device_mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
+        return mesh.submesh(device_mesh, dims)
+
+    def flatten(self, device_mesh: DeviceMesh) -> DeviceMesh:
+        return mesh.flatten(device_mesh)
+
+    def post_forward_mesh(self, mesh_info: FSDPMeshInfo, size: int) -> DeviceMesh:
+        return mesh.post_forward_mesh(mesh_info, size)
+
+    def separate_group(self, group: Any) -> Any:
+        ranks = dist.get_process_group_ranks(group)
+        return dist.new_group(ranks, use_local_synchronization=True, group_desc="hpcompat_reduce_scatter")
+
+    def supported_reductions(self, group: Any) -> frozenset[ReduceOp]:
+        return collectives.supported_reductions(group)
+
+    def comm_for(self, kind: str, group: Any) -> tuple[AllGather, ReduceScatter]:
+        return collectives.comm_for(kind, group)
+
+    # Wrapping
+
+    def streams(self, device: torch.device) -> Streams:
+        return streams_of(device)
+
+    def check_policies(
+        self, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy, device: torch.device
+    ) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(mp_policy, name)
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise TypeError(f"expected mp_policy.{name} to be a torch.dtype, but got {dtype!r}")
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(f"expected mp_policy.{name} to be a floating dtype, but got {dtype}")
+        if getattr(offload_policy, "pin_memory", False) and not torch.accelerator.is_available():
+            raise CapabilityError(
+                backend=self.name, capability="pinned memory", hint="no accelerator here; pass CPUOffloadPolicy(pin_memory=False)"
+            )
+
+    def place(self, parameters: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor], device: torch.device) -> None:
+        for tensor in (*parameters, *buffers):
+            if tensor.device == device or tensor.is_meta:
+                continue
+            if isinstance(tensor, DTensor):
+                raise ValueError(
+                    f"Requires DTensor to have mesh of the same type as the FSDP mesh, but got {tensor.device_mesh.device_type} for a DTensor "
+                    f"and {device.type} for FSDP"
+                )
+            if is_traceable_wrapper_subclass(tensor):
+                with torch.no_grad():
+                    moved = nn.Parameter(tensor.to(device), requires_grad=tensor.requires_grad)
+                torch.utils.swap_tensors(tensor, moved)
+            else:
+                tensor.data = tensor.to(device)
+
+    def make_group(self, spec: WrapSpec) -> GroupTensors:
+        optim.watch_for_stale_parameters()
+        return TorchGroupTensors(spec)
+
+    # Autograd
+
+    def install_hooks(self, unit: Unit) -> None:
+        hooks.install(unit)
+
+    def before_forward(
+        self, unit: Unit, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return hooks.before_forward(unit, index, args, kwargs)
+
+    def after_forward(self, unit: Unit, index: int, output: Any) -> Any:
+        return hooks.after_forward(unit, index, output)
+
+    def queue_final_callback(self, callback: Callable[[], None]) -> None:
+        hooks.queue_final_callback(callback)
+
+

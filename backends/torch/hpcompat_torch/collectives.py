@@ -1,0 +1,250 @@
+"""Gathers and reductions of flat buffers. When they run is decided by the scheduler; here they are issued and completed.
+
+Collectives are looked up on ``torch.distributed`` at call time, so that tools which wrap those functions see ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
+from hpcompat.core.comm_ctx import NULL_STREAM
+from hpcompat.errors import CapabilityError
+from hpcompat_torch.streams import current_stream, on_stream
+
+if TYPE_CHECKING:
+    from hpcompat.backend import ReduceRequest
+    from hpcompat_torch.param import ShardedParam
+
+# Per process-group backend; a backend that is not listed is trusted with sums only.
+REDUCTIONS: dict[str, frozenset[ReduceOp]] = {
+    "nccl": frozenset(ReduceOp),
+    "gloo": frozenset({ReduceOp.SUM, ReduceOp.AVG}),
+}
+
+
+def supported_reductions(group: Any) -> frozenset[ReduceOp]:
+    return REDUCTIONS.get(dist.get_backend(group), frozenset({ReduceOp.SUM}))
+
+
+def reduce_op(op: ReduceOp, premul: float | None = None) -> Any:
+    if op is ReduceOp.PREMUL_SUM:
+        return dist._make_nccl_premul_sum(premul)
+    return dist.ReduceOp.AVG if op is ReduceOp.AVG else dist.ReduceOp.SUM
+
+
+# torch 2.13 renamed the two; the old names warn there.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def all_gather(output: torch.Tensor, input: torch.Tensor, *, group: Any, async_op: bool) -> Any:
+    return getattr(dist, _ALL_GATHER)(output, input, group=group, async_op=async_op)
+
+
+def reduce_scatter(output: torch.Tensor, input: torch.Tensor, *, group: Any, op: Any, async_op: bool) -> Any:
+    return getattr(dist, _REDUCE_SCATTER)(output=output, input=input, group=group, op=op, async_op=async_op)
+
+
+class GatherInFlight:
+    """An all-gather and its flat output, ``[world size, elements per rank]``; ``output`` is ``None`` where nothing travels."""
+
+    __slots__ = ("event", "is_async", "output", "source", "work", "world_size")
+
+    def __init__(self, output: torch.Tensor | None, *, source: Any, world_size: int, work: Any = None, event: Any = None) -> None:
+        self.output = output
+        self.source = source
+        self.world_size = world_size
+        self.work = work
+        self.event = event
+        self.is_async = work is not None
+
+    def wait(self) -> None:
+        if self.event is not None and self.output is not None:
+            current_stream(self.output.device).wait_event(self.event)
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+
+class ReductionInFlight:
+    """A reduction whose collective has been issued; holds everything needed to finish it."""
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        *,
+        request: ReduceRequest,
+        orig_dtype: torch.dtype,
+        input: torch.Tensor | None,
+        output: torch.Tensor,
+    ) -> None:
+        self.params = params
+        self.request = request
+        self.orig_dtype = orig_dtype
+        self.input = input
+        self.output = output
+        self.work: Any = None
+        self.input_event: Any = None
+        self.post_stream: Any = request.reduce_stream
+        self.post_event: Any = None
+        self._is_done = False
+
+    # Issue
+
+    def issue(self, *, async_op: bool) -> None:
+        """Pre-divide, reduce-scatter, all-reduce: all collectives, in the order in which native FSDP2 issues them."""
+        request, device = self.request, self.output.device
+        streams = request.reduce_stream is not NULL_STREAM
+        if streams:
+            request.reduce_stream.wait_stream(current_stream(device))
+        with on_stream(request.reduce_stream, device):
+            assert self.input is not None
+            _divide(self.input, request.plan.pre)
+            if request.shard_world_size > 1:
+                self.work = self._reduce_scatter(async_op=async_op)
+            self.input_event = request.reduce_stream.record_event()
+            if request.all_reduce_group is not None:
+                self._all_reduce(async_op=async_op)
+
+    def _reduce_scatter(self, *, async_op: bool) -> Any:
+        request, plan = self.request, self.request.plan
+        op = reduce_op(plan.scatter_op, plan.premul)
+        if request.comm is None:
+            return reduce_scatter(self.output, self.input, group=request.scatter_group, op=op, async_op=async_op)  # type: ignore[arg-type]
+        return request.comm(output_tensor=self.output, input_tensor=self.input, group=request.scatter_group, op=op)
+
+    def _all_reduce(self, *, async_op: bool) -> None:
+        request = self.request
+        self._wait_for_work()
+        if not request.all_reduce:
+            self._keep_partial()
+            return
+        for param, view in self._pieces():
+            if param.partial_grad is not None:
+                view += param.partial_grad
+                param.partial_grad = None
+        self.post_stream = request.all_reduce_stream
+        if self.post_stream is not NULL_STREAM:
+            self.post_stream.wait_stream(request.reduce_stream)
+        with on_stream(self.post_stream, self.output.device):
+            op = reduce_op(request.plan.all_reduce_op)
+            self.work = dist.all_reduce(self.output, group=request.all_reduce_group, op=op, async_op=async_op)
+
+    def _keep_partial(self) -> None:
+        """HSDP without all-reduce: the sum over the shard group waits for a later backward, in the reduce dtype."""
+        for param, view in self._pieces():
+            if param.partial_grad is None:
+                param.partial_grad = view
+            else:
+                param.partial_grad += view
+        self.post_event = self.post_stream.record_event()
+        self._is_done = True
+
+    def _pieces(self) -> list[tuple[ShardedParam, torch.Tensor]]:
+        """Each parameter's padded piece of the flat output."""
+        return list(zip(self.params, self.output.split([param.padded_numel for param in self.params]), strict=True))
+
+    # Complete
+
+    def complete(self) -> None:
+        if self._is_done:
+            return
+        self._is_done = True
+        self._wait_for_work()
+        request, device = self.request, self.output.device
+        if request.hook is not None:
+            self._move_to_hook_stream(request)
+        with on_stream(self.post_stream, device):
+            if request.hook is not None:
+                request.hook(self.output)
+            _divide(self.output, request.plan.post)
+            if request.scale is not None:
+                self.output.mul_(request.scale)
+            self._deliver()
+            self.post_event = self.post_stream.record_event()
+
+    def _move_to_hook_stream(self, request: ReduceRequest) -> None:
+        if request.all_reduce_stream is not NULL_STREAM and self.post_stream is not request.all_reduce_stream:
+            request.all_reduce_stream.wait_stream(self.post_stream)
+            self.post_stream = request.all_reduce_stream
+
+    def _deliver(self) -> None:
+        first = self.params[0]
+        to_main_grad = first.keeps_main_grad
+        output = self.output
+        if not to_main_grad and output.dtype != self.orig_dtype:
+            output = output.to(self.orig_dtype)
+        offset = 0
+        for param in self.params:
+            grad = torch.as_strided(output, param.shard_shape, param.shard_stride, offset)
+            offset += param.padded_numel
+            if param.offloads:
+                grad = param.to_offload(grad, stream=self.post_stream)
+            param.deliver(grad, to_main_grad=to_main_grad)
+
+    def release_input(self) -> None:
+        if self.input_event is not None:
+            current_stream(self.output.device).wait_event(self.input_event)
+        self.input = None
+
+    def abandon(self) -> None:
+        self._is_done = True
+        self._wait_for_work()
+        self.release_input()
+
+    def _wait_for_work(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+
+def _divide(tensor: torch.Tensor, divisor: float | None) -> None:
+    if divisor is not None and divisor != 1:
+        tensor.div_(divisor)
+
+
+def reduce_input(grads: list[torch.Tensor], *, allocate: Callable[[int], torch.Tensor], numel: int, world_size: int) -> torch.Tensor:
+    """The flat input ``[world size, per-rank elements]``: each rank's row holds its padded chunk of every gradient, in order."""
+    flat = allocate(numel)
+    torch._chunk_cat(grads, dim=0, num_chunks=world_size, out=flat.view(world_size, -1))
+    return flat
+
+
+class ProcessGroupComm:
+    """Default collectives on buffers from the process group's own allocator, if it has one for the device."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        backend = self._group._get_backend(device)
+        if getattr(backend, "supports_tensor_alloc", lambda _: False)(device):
+            return backend.allocate_tensor(size[0], dtype=dtype, device=device)  # type: ignore[no-any-return]
+        return torch.empty(size[0], dtype=dtype, device=device)
+
+
+class ProcessGroupAllGather(ProcessGroupComm):
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class ProcessGroupReduceScatter(ProcessGroupComm):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+
+
+def comm_for(kind: str, group: Any) -> tuple[AllGather, ReduceScatter]:
+    if kind == "symm_mem":
+        raise CapabilityError(
+            backend="torch",
+            capability="symmetric memory",
+            hint=f"buffers of process groups on {dist.get_backend(group)!r} cannot come from symmetric memory in this version; drop the call",
+        )
+    return ProcessGroupAllGather(group), ProcessGroupReduceScatter(group)

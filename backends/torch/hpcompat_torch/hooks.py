@@ -1,0 +1,248 @@
+"""Module hooks and autograd, translated into calls of the scheduler's unit and param groups.
+
+[Note: post-backward]
+A group's post-backward must run when the gradients of the module's inputs are ready, not later: a residual connection around the
+module would delay a plain tensor hook. So each input that requires grad gets a node of its own. For one input, a view and a hook on
+it, which cost a third of a Python autograd function; for several, one function whose backward waits for all of them. If the
+module changes that view in place, the hook is lost and the final callback runs the post-backward instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hpcompat.core.states import ForwardEntry
+from hpcompat.core.wrap import unit_of
+from hpcompat_torch.param import ShardedParam
+from hpcompat_torch.streams import has_streams
+from hpcompat_torch.tensors import cast_floating
+from hpcompat_torch.tree import hidden_tensor_owner, map_tensors, tensors_with_grad
+
+if TYPE_CHECKING:
+    from hpcompat.core.param_group import ParamGroup
+    from hpcompat.core.unit import Unit
+
+logger = logging.getLogger("hpcompat")
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def install(unit: Unit) -> None:
+    """Hooks on every module of ``unit``: forward, state dict, load."""
+    is_list = len(unit.modules) > 1
+    for index, module in enumerate(unit.modules):
+        module.register_forward_pre_hook(_pre_hook(unit, index), prepend=True, with_kwargs=True)
+        # In a list, members that raise must not be waited for.
+        module.register_forward_hook(_post_hook(unit, index), prepend=False, always_call=is_list)
+    for group in unit.groups:
+        holders = dict.fromkeys(module for param in group.tensors.params for module, _ in param.places)  # type: ignore[attr-defined]
+        for module in holders:
+            module.register_state_dict_pre_hook(_reshard_hook(group))
+            module.register_load_state_dict_pre_hook(_reshard_hook(group))
+            module.register_load_state_dict_post_hook(_rebind_hook(group))
+
+
+def _pre_hook(unit: Unit, index: int) -> Callable[[nn.Module, Args, Kwargs], tuple[Args, Kwargs]]:
+    def pre_forward_hook(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        return before_forward(unit, index, args, kwargs)
+
+    return pre_forward_hook
+
+
+def _post_hook(unit: Unit, index: int) -> Callable[[nn.Module, Any, Any], Any]:
+    def post_forward_hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return after_forward(unit, index, output)
+
+    return post_forward_hook
+
+
+def _reshard_hook(group: ParamGroup) -> Callable[..., None]:
+    def reshard_hook(*args: Any, **kwargs: Any) -> None:
+        group.to_sharded()
+
+    return reshard_hook
+
+
+def _rebind_hook(group: ParamGroup) -> Callable[..., None]:
+    def rebind_hook(*args: Any, **kwargs: Any) -> None:
+        group.tensors.rebind(flatten=False)  # type: ignore[attr-defined]
+
+    return rebind_hook
+
+
+# Forward
+
+
+def before_forward(unit: Unit, index: int, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    entry = unit.pre_forward(index)
+    if entry is ForwardEntry.ROOT and has_streams(unit.device):
+        args, kwargs = _map_inputs(lambda tensor: tensor.to(unit.device, non_blocking=True), args, kwargs)
+    policy = unit.mp_policy
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        dtype = policy.param_dtype
+        args, kwargs = _map_inputs(lambda tensor: cast_floating(tensor, dtype), args, kwargs)
+    if entry in (ForwardEntry.FIRST, ForwardEntry.ROOT) and torch.is_grad_enabled():
+        for group in unit.groups:
+            args, kwargs = _attach_post_backward(group, args, kwargs)
+    return args, kwargs
+
+
+def after_forward(unit: Unit, index: int, output: Any) -> Any:
+    in_backward = torch._C._current_graph_task_id() != -1
+    completed = unit.post_forward(index, in_backward=in_backward)
+    with_hooks = bool(completed) and torch.is_grad_enabled()
+    for done in completed:
+        if with_hooks:
+            _attach_pre_backward(done, output)
+        if done is not unit:
+            output = _cast_output(done, output)
+    return _cast_output(unit, output)
+
+
+def _cast_output(unit: Unit, output: Any) -> Any:
+    dtype = unit.mp_policy.output_dtype
+    return output if dtype is None else map_tensors(lambda tensor: cast_floating(tensor, dtype), output)
+
+
+def _map_inputs(fn: Callable[[torch.Tensor], torch.Tensor], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    # Item by item: args stays a plain tuple even if an item is a tuple subclass.
+    return tuple(map_tensors(fn, arg) for arg in args), {key: map_tensors(fn, value) for key, value in kwargs.items()}
+
+
+class _PostBackward(torch.autograd.Function):
+    """Identity whose backward runs a group's post-backward once all gradients have arrived. [Note: post-backward]"""
+
+    @staticmethod
+    def forward(ctx: Any, group: ParamGroup, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.group.post_backward()
+        return (None, *grads)
+
+
+def _attach_post_backward(group: ParamGroup, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        return ((_with_post_backward(group, args[0]),) if args[0].requires_grad else args), kwargs
+    inputs = tensors_with_grad((args, kwargs))
+    if not inputs:
+        return args, kwargs
+    outputs = [_with_post_backward(group, inputs[0])] if len(inputs) == 1 else list(_PostBackward.apply(group, *inputs))
+    replacements = iter(outputs)
+    return _map_inputs(lambda tensor: next(replacements) if tensor.requires_grad else tensor, args, kwargs)
+
+
+def _with_post_backward(group: ParamGroup, tensor: torch.Tensor) -> torch.Tensor:
+    viewed = tensor.view_as(tensor)
+    viewed.register_hook(lambda grad: group.post_backward())
+    return viewed
+
+
+def _attach_pre_backward(unit: Unit, output: Any) -> None:
+    tensors = tensors_with_grad(output)
+    if not isinstance(output, torch.Tensor):
+        owner = hidden_tensor_owner(output)
+        if owner is not None:
+            raise TypeError(
+                f"expected the output of unit {unit.fqn!r} ({type(unit.modules[0]).__name__}) to hold its tensors in dicts, lists, tuples or "
+                f"dataclasses, but got a {owner} that hides tensors: backward could not gather the parameters. Return the tensors, or make "
+                f"{owner} a dataclass"
+            )
+    for tensor in tensors:
+        if tensor._base is not None:
+            _warn_about_view(unit)
+        tensor.register_hook(lambda grad: unit.pre_backward())
+
+
+def _warn_about_view(unit: Unit) -> None:
+    warnings.warn(
+        f"the output of unit {unit.fqn!r} ({type(unit.modules[0]).__name__}) is a view: changing it in place (x += y) drops the hook that "
+        "gathers the parameters for backward. Use out-of-place operations, or return output.clone()",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def queue_final_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running backward ends."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+# Module methods
+
+
+class TorchModuleMixin:
+    """What a wrapped ``nn.Module`` does differently; stands between ``HSDPModule`` and the original class."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        unit = unit_of(self)
+        if unit is None:
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+        for group in unit.groups:
+            group.to_sharded()
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        for group in unit.groups:
+            group.tensors.rebind(flatten=True)  # type: ignore[attr-defined]
+        return result
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As ``nn.Module.load_state_dict``; a value for a sharded parameter may be a DTensor of its mesh and placements, or a plain
+        tensor of the global shape (every rank passes the whole tensor) or of this rank's local shape.
+
+        Raises:
+            ValueError: a plain tensor has neither shape.
+        """
+        owners = {param.sharded_param: param for unit in _units_below(self) for group in unit.groups for param in group.tensors.params}  # type: ignore[attr-defined]
+        for unit in _units_below(self):
+            for group in unit.groups:
+                group.to_sharded()
+        loaded = dict(state_dict)
+        for name, parameter in self.named_parameters(remove_duplicate=False):  # type: ignore[attr-defined]
+            value = loaded.get(name)
+            if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                loaded[name] = _to_shard(name, value, parameter, owners.get(parameter))
+        if hasattr(state_dict, "_metadata"):
+            loaded = _WithMetadata(loaded)
+            loaded._metadata = state_dict._metadata  # type: ignore[attr-defined]
+        return super().load_state_dict(loaded, strict=strict, assign=assign)  # type: ignore[misc]
+
+
+class _WithMetadata(dict[str, Any]):
+    """A state dict that carries torch's version metadata."""
+
+    _metadata: Any
+
+
+def _units_below(module: Any) -> Iterable[Unit]:
+    return dict.fromkeys(unit for below in module.modules() if (unit := unit_of(below)) is not None)
+
+
+def _to_shard(name: str, value: torch.Tensor, parameter: DTensor, owner: ShardedParam | None) -> DTensor:
+    """``value`` as a DTensor like ``parameter``, without communication."""
+    is_plain = owner is not None and owner.spec.unsharded is None
+    if value.shape == parameter.shape:
+        if is_plain:
+            local = owner.cut(value)  # type: ignore[union-attr]
+        else:
+            return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    elif value.shape == parameter._local_tensor.shape:
+        local = value
+    else:
+        raise ValueError(
+            f"expected the value of {name!r} to have the global shape {tuple(parameter.shape)} or the local shape "
+            f"{tuple(parameter._local_tensor.shape)}, but got {tuple(value.shape)}"
+        )
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )

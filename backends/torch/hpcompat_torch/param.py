@@ -1,0 +1,230 @@
+"""One parameter and its representations: original, shard, unsharded, and the gradients of the last two.
+
+The original parameter is what the module held before wrapping; the sharded parameter is a DTensor over this rank's shard; the
+unsharded parameter is what forward and backward compute with. The tensors of all parameters of a group are laid out together in
+:mod:`hpcompat_torch.group`; this file knows one parameter's shapes, spec and places.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from hpcompat.core.layout import ShardLayout, contiguous_strides
+from hpcompat.errors import UserError
+from hpcompat.mesh import DataParallelMeshInfo, shard_rank, shard_world_size
+from hpcompat.placement import is_shard
+from hpcompat_torch.mesh import sharding_spec, spec_with_dtype
+
+_uids = itertools.count()
+_UID = "_hpcompat_uid"
+# On an original parameter that a shard has replaced: its name. An optimizer that still holds it trains nothing.
+REPLACED = "_hpcompat_replaced"
+
+
+def uid_of(parameter: torch.Tensor) -> int:
+    if not hasattr(parameter, _UID):
+        setattr(parameter, _UID, next(_uids))
+    return getattr(parameter, _UID)  # type: ignore[no-any-return]
+
+
+def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around ``local`` itself, outside autograd."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[abstract, call-arg, arg-type]
+
+
+class ShardedParam:
+    """Shapes, spec, places and gradients of one parameter."""
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        *,
+        places: list[tuple[nn.Module, str]],
+        mesh_info: DataParallelMeshInfo,
+        placement: Any,
+        device: torch.device,
+    ) -> None:
+        self.places = places
+        self.name = places[0][1]
+        self.uid = uid_of(parameter)
+        self.requires_grad = parameter.requires_grad
+        self.dim = _shard_dim(parameter, self.name, placement)
+        self.spec = sharding_spec(parameter, self.name, mesh_info, self.dim)
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        self.world_size, self.rank = shard_world_size(mesh_info), shard_rank(mesh_info)
+        self.layout = ShardLayout(tuple(local.shape), self.dim, self.world_size)
+        _check_shardable(local, self.name, self.layout)
+
+        # Set by the group from its policies.
+        self.device = device
+        self.offloads = self.pin_memory = self.keeps_main_grad = False
+        self.orig_dtype = local.dtype
+        self.param_dtype = local.dtype  # of the unsharded parameter; fixed by GroupTensors.prepare
+        self.reduce_dtype: torch.dtype | None = None
+        self.orig_stride = contiguous_strides(self.layout.shape)
+        self.shard_shape = self.layout.shard_shape(self.rank)
+        self.shard_stride = contiguous_strides(self.shard_shape)
+        self.padded_numel = self.layout.padded_numel
+        self.sharded_param: nn.Parameter
+        self.shard_data: torch.Tensor  # flat, padded; what is gathered
+        self.unsharded_param: nn.Parameter | None = None
+        self.post_forward_param: nn.Parameter | None = None
+        self.post_forward_data: torch.Tensor | None = None
+        self.accumulated_grad: torch.Tensor | None = None
+        self.partial_grad: torch.Tensor | None = None  # reduce-scattered, not yet all-reduced (HSDP)
+        self.offload_event: Any = None
+
+    # Shard
+
+    def cut(self, local: torch.Tensor) -> torch.Tensor:
+        """This rank's chunk of the original parameter's data."""
+        return local.narrow(self.dim, self.layout.start(self.rank), self.layout.length(self.rank))
+
+    def unpad(self, flat: torch.Tensor) -> torch.Tensor:
+        """The shard as a view of its flat padded data."""
+        return flat.view(self.layout.padded_shape).narrow(self.dim, 0, self.shard_shape[self.dim])
+
+    def adopt_shard(self, flat: torch.Tensor) -> None:
+        """Make the sharded parameter live in ``flat`` (padded, already filled); the parameter object stays if there is one."""
+        self.shard_data = flat
+        local = self.unpad(flat)
+        if hasattr(self, "sharded_param"):
+            self.sharded_param._local_tensor = local  # type: ignore[attr-defined]
+            return
+        self.sharded_param = nn.Parameter(make_dtensor(local, self.spec.sharded), requires_grad=self.requires_grad)
+        setattr(self.sharded_param, _UID, self.uid)
+
+    @property
+    def local_shard(self) -> torch.Tensor:
+        return self.sharded_param._local_tensor  # type: ignore[no-any-return, attr-defined]
+
+    def refresh_sharded_param(self) -> None:
+        """Take up a parameter that was registered in place of ours, at every place that shares it."""
+        module, attribute = self.places[0]
+        current = module._parameters[attribute]
+        if current is not self.sharded_param:
+            if not isinstance(current, DTensor):
+                raise TypeError(
+                    f"expected parameter {self.name!r} to stay a DTensor, but got {type(current).__name__}; assign a DTensor with the "
+                    "sharded parameter's mesh and placements, or load with load_state_dict"
+                )
+            self.sharded_param = current
+            self.register(current)
+        self.orig_dtype = self.local_shard.dtype
+        self.spec.sharded = self.sharded_param._spec  # type: ignore[attr-defined]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the sharded parameter's data is no longer in ``shard_data`` (moved, cast, materialized, assigned)."""
+        local, data = self.local_shard, self.shard_data
+        if local.is_meta or local.dtype != data.dtype or local.device != data.device:
+            return True
+        same_start = (
+            local.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
+            and local.storage_offset() == data.storage_offset()
+        )
+        return local.numel() > 0 and not same_start
+
+    def register(self, parameter: nn.Parameter) -> None:
+        for module, attribute in self.places:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[attribute] = parameter
+            else:
+                setattr(module, attribute, parameter)
+
+    # Gradients
+
+    def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """The plain tensor that the data-parallel reduction takes; redistributes model-parallel axes where needed."""
+        spec = self.spec.unsharded
+        if spec is not None:
+            if isinstance(grad, AsyncCollectiveTensor):
+                grad = grad.wait()
+            if not isinstance(grad, DTensor):
+                raise TypeError(f"expected the gradient of {self.name!r} to be a DTensor like the parameter, but got {type(grad).__name__}")
+            wanted = tuple(
+                grad.placements[axis] if axis in self.spec.data_parallel_dims else placement
+                for axis, placement in enumerate(spec.placements)
+            )
+            if wanted != grad.placements:
+                grad = grad.redistribute(placements=wanted)
+            grad = grad._local_tensor
+            if isinstance(grad, AsyncCollectiveTensor):
+                grad = grad.wait()
+        return grad.detach() if grad.requires_grad else grad
+
+    def zero_grad(self) -> torch.Tensor:
+        """A local gradient of zeros, for a parameter that was not used on this rank."""
+        return torch.zeros(self.layout.shape, dtype=self.param_dtype, device=self.device)
+
+    def to_offload(self, grad: torch.Tensor, *, stream: Any) -> torch.Tensor:
+        """A copy of ``grad`` in CPU memory; overlapped only if nothing on the CPU reads it during backward."""
+        is_read_now = self.sharded_param.grad is not None or getattr(self.sharded_param, "_post_accumulate_grad_hooks", None)
+        non_blocking = self.pin_memory and not is_read_now
+        copy = grad.to(torch.device("cpu"), non_blocking=non_blocking)
+        if non_blocking:
+            self.offload_event = stream.record_event()
+        return copy
+
+    def deliver(self, grad: torch.Tensor, *, to_main_grad: bool) -> None:
+        """Put the reduced gradient (a view of the reduction's output) on the sharded parameter, or add it to what is there."""
+        parameter = self.sharded_param
+        existing = getattr(parameter, "main_grad", None) if to_main_grad else parameter.grad
+        if existing is not None:
+            if not isinstance(existing, DTensor):
+                raise TypeError(
+                    f"expected the gradient of sharded parameter {self.name!r} to be a DTensor or None, but got {type(existing).__name__}"
+                )
+            existing._local_tensor += grad
+        elif to_main_grad:
+            parameter.main_grad = make_dtensor(grad, spec_with_dtype(self.spec.sharded, grad.dtype))  # type: ignore[attr-defined]
+        else:
+            parameter.grad = make_dtensor(grad, self.spec.sharded)
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooks:
+            for hook in tuple(hooks.values()):
+                hook(parameter)
+
+    def drop_gradients(self) -> None:
+        if self.unsharded_param is not None:
+            self.unsharded_param.grad = None
+        self.accumulated_grad = self.partial_grad = None
+
+    def post_forward_numel(self, world_size: int) -> int:
+        """Elements each rank keeps after forward over a group of ``world_size``."""
+        if self.dim == 0:
+            return self.padded_numel * self.world_size // world_size
+        # The gathered parameter is already laid out in full; cutting it into rows keeps every rank's piece contiguous.
+        return ShardLayout(self.layout.shape, 0, world_size).padded_numel
+
+
+def _shard_dim(parameter: nn.Parameter, name: str, placement: Any) -> int:
+    if placement is None:
+        return 0
+    if not is_shard(placement):
+        raise UserError(f"expected a Shard placement for parameter {name!r}, but got {placement!r}")
+    dim: int = placement.dim
+    normalized = dim + parameter.ndim if dim < 0 else dim
+    if not 0 <= normalized < parameter.ndim:
+        raise UserError(f"Shard dim {dim} is invalid for {parameter.ndim}D tensor: parameter {name!r} of shape {tuple(parameter.shape)}")
+    return normalized
+
+
+def _check_shardable(local: torch.Tensor, name: str, layout: ShardLayout) -> None:
+    if not local.is_contiguous():
+        raise NotImplementedError(
+            f"FSDP does not support non-contiguous parameters yet: {name!r} has shape {tuple(local.shape)} and stride {local.stride()}; "
+            "make it contiguous before wrapping"
+        )
+    if layout.dim > 0 and not layout.is_even:
+        raise NotImplementedError(
+            f"FSDP does not support uneven sharding on dim {layout.dim}: {name!r} has shape {layout.shape} (world size: "
+            f"{layout.world_size}); shard it on dim 0, where any size works"
+        )

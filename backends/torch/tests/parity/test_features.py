@@ -1,0 +1,61 @@
+"""Single features, bit for bit against native FSDP2: forward patterns, containers, checkpointing, meta, DTensor parameters."""
+
+from __future__ import annotations
+
+import pytest
+
+from parity.checks import check_substance, failures
+from parity.combos import Combo, identity
+from parity.running import Compare
+
+SETTINGS = [
+    (1, "fsdp", True, "fp32", 1),
+    (2, "fsdp", True, "bf16", 1),
+    (2, "fsdp", False, "fp32", 4),
+    (4, "fsdp", 2, "fp32", 1),
+    (4, "hsdp", True, "fp16", 4),
+]
+PATTERNS = [
+    "twice",
+    "two-forwards",
+    "containers",
+    "meta",
+    "meta-assigned",
+    "checkpoint-around-saved-hooks",
+    "checkpoint-around-reentrant",
+    "checkpoint-inside-saved-hooks",
+    "checkpoint-inside-reentrant",
+]
+
+COMBOS = [
+    *(Combo(model, *setting) for model in PATTERNS for setting in SETTINGS),
+    *(Combo("unused", *setting) for setting in SETTINGS if setting[-2] != "bf16"),
+    Combo("unused", 2, options=("fill-unused",)),
+    Combo("unused", 4, "hsdp", 2, "fp32", 4, ("fill-unused",)),
+    Combo("mlp", 2, options=("columns",)),
+    Combo("mlp", 4, "fsdp", False, "bf16", 4, ("columns",)),
+    Combo("decoder", 4, "hsdp", True, "bf16", 1, ("columns",)),
+    Combo("decoder", 2, "fsdp", True, "fp16", 4, ("columns", "state-dict")),
+    Combo("frozen", 2, options=("thaw",)),
+    Combo("frozen", 4, "hsdp", 2, "bf16", 4, ("thaw",)),
+    Combo("uneven", 4, options=("clip", "state-dict")),
+    Combo("decoder", 4, "hsdp", True, "bf16", 1, ("clip", "state-dict")),
+    Combo("buffers", 2, "fsdp", True, "fp32", 1, ("state-dict", "evaluate")),
+    Combo("tp", 2, "fsdp+tp"),
+    Combo("tp", 4, "fsdp+tp"),
+    Combo("tp", 4, "fsdp+tp", False, "bf16", 4),
+    Combo("tp", 4, "fsdp+tp", 2, "fp32", 4, ("clip", "state-dict")),
+    Combo("tp", 4, "hsdp+tp", True, "fp32", 4),
+    Combo("spmd", 2, "fsdp+tp", options=("dp-dims",)),
+    Combo("spmd", 4, "fsdp+tp", options=("dp-dims", "state-dict")),
+    Combo("spmd", 4, "fsdp+tp", False, "bf16", 4, ("dp-dims",)),
+    Combo("spmd", 4, "hsdp+tp", True, "fp32", 1, ("dp-dims",)),
+    Combo("spmd", 4, "fsdp2+tp", True, "fp32", 4, ("dp-dims",)),
+]
+
+
+@pytest.mark.parametrize("combo", COMBOS, ids=identity)
+def test_same_bits(compare: Compare, combo: Combo) -> None:
+    results = compare(combo)
+    assert not failures(results), failures(results)
+    check_substance(combo, results)

@@ -1,0 +1,42 @@
+"""FSDP2 scripts as they are: only the import line changes, and the last line of output stays the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+NATIVE_IMPORT = re.compile(r"^from torch\.distributed\.fsdp import ", flags=re.MULTILINE)
+HANG_SECONDS = 300
+
+
+def output_of(script: Path) -> dict[str, str]:
+    """What rank 0 of two printed: the first word of a line -> the rest."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
+    assert done.returncode == 0, f"{script.name} failed:\n{done.stdout}\n{done.stderr}"
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("MODEL ", "RESULT ")))
+
+
+@pytest.mark.parametrize("name", ["tutorial_style", "titan_style", "dcp_style"])
+def test_same_result_with_only_the_import_changed(name: str, tmp_path: Path) -> None:
+    source = (SCRIPTS / f"{name}.py").read_text()
+    changed, num_changes = NATIVE_IMPORT.subn("from hpcompat import ", source)
+    assert num_changes == 1
+    assert "torch.distributed.fsdp" not in changed
+    changed_script = tmp_path / f"{name}.py"
+    changed_script.write_text(changed)
+
+    native = output_of(SCRIPTS / f"{name}.py")
+    ours = output_of(changed_script)
+
+    # The class names prove that the two runs used different implementations.
+    assert native["MODEL"].startswith("FSDP")
+    assert ours["MODEL"].startswith("HSDP")
+    assert ours["RESULT"] == native["RESULT"]

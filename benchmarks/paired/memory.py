@@ -1,0 +1,115 @@
+"""Peak bytes of what an implementation allocates during a step, by one method that knows neither implementation.
+
+A dispatch mode sees every operator of the step (forward, backward, collectives and copies alike; an operator on a DTensor is
+seen as the operators on its local tensor). Every storage that goes in or comes out is remembered by a weak reference, and
+before and after each operator the sizes of all storages still alive are added up. A storage that was resized
+in place counts with its size of that moment, one resized to 0 counts nothing, and one that only waits in a cache for its
+next use counts in full. Left out are the storages that are there anyway: the sharded parameters and the input. The
+allocator's own statistics would not do: on the CPU gloo's threads drop the last reference to buffers, and the profiler misses
+what other threads free.
+
+Two quantities:
+
+`unsharded`: peak bytes of whole parameters and gather buffers. Separated from all else by running the step with frozen
+parameters and one token of input that requires a gradient: both passes gather and free as always, but there are no parameter
+gradients, and activations are a few KB (the `bare` column, which has nothing else).
+
+`step`: peak bytes of an ordinary training step, in which gradients, reduction buffers and activations count too. `bare`
+is the same for the model without sharding; its own parameters are left out, its gradients are whole.
+
+Peaks are the smallest over a few identical steps (gloo's threads may hold a buffer for a moment longer than its owner), on the rank
+where they are largest.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from paired.cases import Case
+from paired.sides import SIDES, SideName, shard
+
+NUM_WARMUP_STEPS = 2
+NUM_WATCHED_STEPS = 3
+
+
+class StorageWatch(TorchDispatchMode):
+    """Peak of the bytes in storages that operators touch, without those in `known`."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._known = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in known}
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(cls, DTensor) for cls in types):
+            return NotImplemented  # DTensor runs the operator on local tensors, which then come by here
+        kwargs = kwargs or {}
+        self._sample((args, kwargs))
+        result = func(*args, **kwargs)
+        self._sample(result)
+        return result
+
+    def _sample(self, operands: Any) -> None:
+        for operand in tree_leaves(operands):
+            if isinstance(operand, Tensor) and not isinstance(operand, DTensor):
+                storage = operand.untyped_storage()
+                if id(storage) not in self._known:
+                    self._watched[id(storage)] = weakref.ref(storage)
+        live = {key: storage for key, ref in self._watched.items() if (storage := ref()) is not None}
+        self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in live.values()))
+        self._watched = {key: self._watched[key] for key in live}
+
+
+def measure_peaks(
+    case: Case, *, ours: str, mesh: DeviceMesh, device: torch.device, rank: int
+) -> dict[str, dict[str, int]]:
+    """`{"unsharded": {"ours", "native", "bare"}, "step": {...}}` in bytes; all ranks call this together."""
+    peaks: dict[str, dict[str, int]] = {"unsharded": {}, "step": {}}
+    for name in SIDES:
+        for quantity in peaks:
+            frozen = quantity == "unsharded"
+            model = _make_model(case, name=name, ours=ours, mesh=mesh, device=device, frozen=frozen)
+            batch = case.make_input(device, rank=rank, one_token=frozen).requires_grad_(frozen)
+            peaks[quantity][name] = _peak_of_step(model, batch=batch, device=device)
+    return peaks
+
+
+def _make_model(
+    case: Case, *, name: SideName, ours: str, mesh: DeviceMesh, device: torch.device, frozen: bool
+) -> nn.Module:
+    model = case.make_model(device).requires_grad_(not frozen)
+    if name != "bare":
+        shard(model, implementation=ours if name == "ours" else "native", mesh=mesh)
+    return model
+
+
+def _peak_of_step(model: nn.Module, *, batch: Tensor, device: torch.device) -> int:
+    def step() -> None:
+        model(batch).square().mean().backward()
+        model.zero_grad(set_to_none=True)
+        batch.grad = None
+
+    for _ in range(NUM_WARMUP_STEPS):
+        step()
+    peaks = []
+    for _ in range(NUM_WATCHED_STEPS):
+        parameters = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        with StorageWatch([batch.detach(), *(parameter.detach() for parameter in parameters)]) as watch:
+            step()
+        peaks.append(watch.peak_bytes)
+    largest = torch.tensor(min(peaks), device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest.item())

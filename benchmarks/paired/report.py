@@ -1,0 +1,81 @@
+"""What the benchmark found, as tables for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+MEGA = 1 << 20
+
+
+def print_report(console: Console, result: dict[str, Any]) -> None:
+    """All tables that the result has rows for."""
+    console.print(_times(result))
+    console.print(
+        "Medians, in ms; bare is the model without sharding, overhead is step - bare. ratio compares overheads where the "
+        "collectives are no-ops (*), steps elsewhere; 90 % interval by bootstrap over the rounds."
+    )
+    if "growth" in result:
+        growth = result["growth"]
+        console.print(f"tiny96 / tiny24: ours {growth['ours']:.2f}, native {growth['native']:.2f}")
+    if "memory" in result:
+        console.print(_memory(result["memory"]["peak_bytes"]))
+    for name, profile in result.get("profile", {}).items():
+        console.print(_profile(name, profile))
+
+
+def _times(result: dict[str, Any]) -> Table:
+    settings, machine = result["settings"], result["machine"]
+    title = (
+        f"ours ({settings['ours']}) against native FSDP2, torch {result['versions']['torch']}, {settings['num_procs']} x "
+        f"{settings['device']}, {settings['num_threads']} thread(s) each, {machine['num_cores']} cores"
+    )
+    table = Table(title=title)
+    for heading in ("case", "units", "ours", "native", "bare", "ours ovh.", "native ovh.", "ratio", "90 %", "step ratio"):
+        table.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=True)
+    for name, row in result["cases"].items():
+        times = (row[key] for key in ("ours_ms", "native_ms", "bare_ms", "ours_overhead_ms", "native_overhead_ms"))
+        low, high = row["ratio_interval"]
+        star = "*" if row["ratio_of"] == "overhead" else ""
+        table.add_row(
+            name,
+            str(row["num_units"]),
+            *(f"{milliseconds:.2f}" for milliseconds in times),
+            f"{row['ratio']:.3f}{star}",
+            f"{low:.3f}-{high:.3f}",
+            f"{row['ratio_step']:.3f}",
+        )
+    return table
+
+
+def _memory(peaks: dict[str, dict[str, dict[str, int]]]) -> Table:
+    table = Table(title="Peak bytes allocated in a step, beyond the sharded parameters (MiB)")
+    for heading in ("case", "what", "ours", "native", "bare", "ratio"):
+        table.add_column(heading, justify="left" if heading in ("case", "what") else "right")
+    meaning = {"unsharded": "whole parameters and gather buffers", "step": "all, in a training step"}
+    for name, quantities in peaks.items():
+        for quantity, sides in quantities.items():
+            megabytes = (f"{sides[side] / MEGA:.3f}" for side in ("ours", "native", "bare"))
+            table.add_row(name, meaning[quantity], *megabytes, f"{sides['ours'] / sides['native']:.3f}")
+    return table
+
+
+def _profile(name: str, profile: dict[str, Any]) -> Table:
+    table = Table(title=f"{name}: us per unit and step ({profile['num_units']} units)")
+    for heading in ("where", "ours", "calls", "native", "calls"):
+        table.add_column(heading, justify="left" if heading == "where" else "right")
+    sides = [profile["ours"], profile["native"]]
+    for kind in dict.fromkeys(kind for side in sides for kind in side["kinds"]):
+        cells: list[str] = []
+        for side in sides:
+            found = side["kinds"].get(kind)
+            cells += [f"{found['us_per_unit']:.1f}", f"{found['calls_per_step']:.0f}"] if found else ["-", "-"]
+        table.add_row(kind, *cells)
+    for label, key in (("rest", "rest_us_per_unit"), ("step - bare", "added_us_per_unit")):
+        table.add_row(label, *(cell for side in sides for cell in (f"{side[key]:.1f}", "")))
+    missing = sorted({target for side in sides for target in side["missing"]})
+    if missing:
+        table.caption = "not found, so counted in the rest: " + ", ".join(missing)
+    return table

@@ -1,0 +1,144 @@
+"""Timing of several models by turns, in the processes that hold them all.
+
+A machine's speed drifts by more than the differences looked for, so nothing is timed first and compared later. A round
+visits every lane (one side of one case) once, the next round in the opposite order (A B C, C B A, ...); a visit is a step that
+warms the caches, not timed, and a few timed ones. A step's time is that of its slowest rank. Garbage collection runs between visits,
+never inside. Medians are over all timed steps; the interval of a ratio is a bootstrap over the rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from paired.cases import Case
+from paired.noop import CallCounter, noop_collectives, sequence_number
+from paired.sides import Side, SideName
+
+NUM_WARMUP_ROUNDS = 2
+NUM_RESAMPLES = 1000
+
+
+@dataclass
+class Lane:
+    """One side of one case, and the times of its steps on this rank: `seconds[round][step]`."""
+
+    case: Case
+    side_name: SideName
+    side: Side
+    seconds: list[list[float]] = field(default_factory=list)
+    counter: CallCounter = field(default_factory=CallCounter)
+    num_steps: int = 0
+
+    def visit(self, *, num_steps: int, device: torch.device) -> list[float]:
+        """One untimed step and `num_steps` timed ones."""
+        context = noop_collectives(self.counter) if self.case.noop_collectives else contextlib.nullcontext()
+        dist.barrier()
+        before = sequence_number(dist.distributed_c10d._get_default_group())
+        gc.collect()
+        gc.disable()
+        try:
+            with context:
+                self.side.step()
+                times = [self._timed_step(device) for _ in range(num_steps)]
+        finally:
+            gc.enable()
+        self.num_steps += 1 + num_steps
+        if self.case.noop_collectives:
+            self._check_silence(before)
+        return times
+
+    def _timed_step(self, device: torch.device) -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        self.side.step()
+        if not self.case.noop_collectives:
+            # Without communication the question is how long the host is busy, not the device.
+            synchronize(device)
+        return time.perf_counter() - start
+
+    def _check_silence(self, sequence_before: int) -> None:
+        num_real = sequence_number(dist.distributed_c10d._get_default_group()) - sequence_before
+        if num_real:
+            raise RuntimeError(f"{self.case.name} ({self.side_name}): expected no collective, but got {num_real} real ones")
+        if self.side_name != "bare" and dist.get_world_size() > 1 and not self.counter.num_gathers:
+            raise RuntimeError(f"{self.case.name} ({self.side_name}): expected gathers through torch.distributed, got none")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's queue; the CPU has none."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def run_rounds(
+    lanes: Sequence[Lane], *, num_rounds: int, num_steps: int, device: torch.device, report: Callable[[int], None]
+) -> None:
+    """Fill the lanes' times, with the slowest rank's for every step; all ranks call this together."""
+    for _ in range(NUM_WARMUP_ROUNDS):
+        for lane in lanes:
+            lane.visit(num_steps=0, device=device)
+    gc.collect()
+    gc.freeze()
+    for index in range(num_rounds):
+        for lane in lanes if index % 2 == 0 else reversed(lanes):
+            lane.seconds.append(lane.visit(num_steps=num_steps, device=device))
+        report(index + 1)
+    gc.unfreeze()
+    for lane in lanes:
+        lane.seconds = _slowest(lane.seconds, device=device)
+
+
+def _slowest(seconds: list[list[float]], *, device: torch.device) -> list[list[float]]:
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
+
+
+@dataclass(frozen=True)
+class Timings:
+    """The rounds of the three sides of a case, in seconds; `ours[round][step]`."""
+
+    ours: list[list[float]]
+    native: list[list[float]]
+    bare: list[list[float]]
+
+    def step_ratio(self) -> float:
+        return _median(self.ours) / _median(self.native)
+
+    def overhead_ratio(self) -> float:
+        """How the two compare in what they add to the bare model's step; NaN if native adds nothing."""
+        bare = _median(self.bare)
+        added = _median(self.native) - bare
+        return (_median(self.ours) - bare) / added if added > 0 else float("nan")
+
+    def interval(self, statistic: Callable[[Timings], float]) -> tuple[float, float]:
+        """5th and 95th percentile of a statistic over resampled rounds."""
+        generator = random.Random(0)
+        values = sorted(statistic(self._resample(generator)) for _ in range(NUM_RESAMPLES))
+        return values[NUM_RESAMPLES // 20], values[-NUM_RESAMPLES // 20]
+
+    def _resample(self, generator: random.Random) -> Timings:
+        picked = generator.choices(range(len(self.ours)), k=len(self.ours))
+        return Timings(
+            ours=[self.ours[i] for i in picked],
+            native=[self.native[i] for i in picked],
+            bare=[self.bare[i] for i in picked],
+        )
+
+
+def _median(seconds: list[list[float]]) -> float:
+    return median(step for visit in seconds for step in visit)
+
+
+def milliseconds(seconds: list[list[float]]) -> float:
+    """Median over all steps, in ms."""
+    return _median(seconds) * 1e3

@@ -1,0 +1,58 @@
+"""Running one case in a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from hpcompat_conformance import context as worker_context
+from hpcompat_conformance.impl import Implementation
+from hpcompat_conformance.reference import Reference, refer
+from hpcompat_conformance.run_context import Context
+
+
+class CaseNotRun(Exception):
+    """The case or the implementation could not be loaded: nothing is known about the clause."""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The case held on this rank."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """The implementation does not claim ``capability``."""
+
+    capability: str
+
+
+def versions(*, load: str) -> Mapping[str, str]:
+    """The versions that the implementation reports."""
+    return dict(_implementation(load).versions)
+
+
+def execute(*, case: Reference, requires: tuple[str, ...], load: str, seed: int) -> Passed | Skipped:
+    """Run the case; whatever it raises is its failure."""
+    implementation = _implementation(load)
+    try:
+        function = case.resolve()
+    except Exception as error:
+        raise CaseNotRun(f"expected to find case {case}, but got {error!r}") from error
+    for capability in requires:
+        if capability not in implementation.capabilities:
+            return Skipped(capability)
+    place = worker_context.current()
+    function(Context(implementation, rank=place.rank, world_size=place.world_size, seed=seed))
+    return Passed()
+
+
+@cache
+def _implementation(load: str) -> Implementation:
+    try:
+        implementation = refer(load).resolve()()
+    except Exception as error:
+        raise CaseNotRun(f"expected {load} to load an implementation, but got {error!r}") from error
+    assert isinstance(implementation, Implementation)
+    return implementation

@@ -1,0 +1,60 @@
+"""Gaps that are known and expected, as data: one JSON file for each implementation.
+
+    {"implementation": NAME, "gaps": [{"case": ID, "procs": [2, 4], "versions": {"torch": "<2.14"}, "saying": TEXT,
+                                       "reason": TEXT, "link": URL}]}
+
+``reason`` and ``link`` are required. ``procs`` limits the gap to these numbers of processes, ``versions`` to these versions of
+packages; ``saying`` is part of the failure's text, so that another failure of the same case is not taken for this one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+FOLDER = Path(__file__).parent / "xfails"
+
+
+@dataclass(frozen=True)
+class Gap:
+    """See the module."""
+
+    case: str
+    reason: str
+    link: str
+    procs: tuple[int, ...] | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    saying: str = ""
+
+    def applies(self, case: str, *, procs: int, versions: Mapping[str, str]) -> bool:
+        """Whether this case on that many processes and these versions is expected to fail."""
+        if case != self.case or (self.procs is not None and procs not in self.procs):
+            return False
+        return all(
+            name in versions and SpecifierSet(bound).contains(Version(versions[name]), prereleases=True)
+            for name, bound in self.versions.items()
+        )
+
+
+def load_gaps(path: Path, *, known_cases: Iterable[str]) -> list[Gap]:
+    """The gaps in a file. ValueError for a case that does not exist: such an entry is stale."""
+    known = set(known_cases)
+    gaps = []
+    for entry in json.loads(path.read_text(encoding="utf-8"))["gaps"]:
+        procs: Sequence[int] | None = entry.get("procs")
+        gap = Gap(**{**entry, "procs": None if procs is None else tuple(procs)})
+        if gap.case not in known:
+            raise ValueError(f"expected {path.name} to name cases of the suite, but got {gap.case!r}: remove the entry")
+        gaps.append(gap)
+    return gaps
+
+
+def default_path(implementation: str) -> Path | None:
+    """The file that comes with the suite for this implementation, if there is one."""
+    path = FOLDER / f"{implementation}.json"
+    return path if path.exists() else None

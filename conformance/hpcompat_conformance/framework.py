@@ -1,0 +1,117 @@
+"""What a case may ask of a framework, so that it is written once for all of them.
+
+Numbers go in and come out as numpy arrays; dtypes are named by strings such as ``"bfloat16"``, which numpy lacks (such
+values come out as float32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from hpcompat_conformance.recipes import Recipe
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective as one rank issued it. ``num_elements`` counts the larger of input and output."""
+
+    kind: str
+    group_size: int
+    num_elements: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.num_elements} {self.dtype} over {self.group_size}"
+
+
+class Optimizer(Protocol):
+    """The two calls that all optimizers of all frameworks have."""
+
+    def step(self) -> Any: ...
+
+    def zero_grad(self) -> Any: ...
+
+
+class Framework(Protocol):
+    """Modules, parameters and tensors are the framework's own objects, opaque to a case."""
+
+    name: str
+
+    def versions(self) -> Mapping[str, str]:
+        """Names and versions of the packages in use."""
+
+    def dtype(self, name: str) -> Any:
+        """The framework's dtype object."""
+
+    def dtype_of(self, tensor: Any) -> str:
+        """The name of a tensor's dtype."""
+
+    def tensor(self, array: Array, *, dtype: str | None = None, requires_grad: bool = False) -> Any:
+        """A new tensor on the CPU; without ``dtype``, with the array's."""
+
+    def array(self, tensor: Any) -> Array:
+        """The values of a plain tensor."""
+
+    def mesh(self, shape: Sequence[int], *, axis_names: Sequence[str] | None = None) -> Any:
+        """A CPU device mesh over ranks 0, 1, ... in row-major order."""
+
+    def shard(self, dim: int) -> Any:
+        """The placement that splits a tensor's dim ``dim``."""
+
+    def model(self, recipe: Recipe, *, seed: int) -> Any:
+        """A module made after the recipe, its parameters filled by `values.parameter_values`."""
+
+    def child(self, module: Any, path: str) -> Any:
+        """The submodule at a dotted path; the module itself for ``""``."""
+
+    def set_requires_grad(self, module: Any, value: bool) -> None:
+        """Freeze or unfreeze all parameters of a module."""
+
+    def parameters(self, module: Any) -> Mapping[str, Any]:
+        """The registered parameters by dotted name, in registration order, each object once."""
+
+    def state_dict(self, module: Any) -> Mapping[str, Any]:
+        """The state dict by dotted name."""
+
+    def load_state_dict(self, module: Any, values: Mapping[str, Array]) -> None:
+        """Load full values into a sharded module, by whatever way the framework documents."""
+
+    def shape(self, parameter: Any) -> tuple[int, ...]:
+        """The global shape."""
+
+    def is_sharded(self, parameter: Any) -> bool:
+        """Whether this is the distributed form, of which a rank holds its part (with an axis of size 1, that is all)."""
+
+    def local(self, parameter: Any) -> Array:
+        """This rank's part of a parameter, gradient or state-dict value."""
+
+    def full(self, parameter: Any) -> Array:
+        """The global value. A collective: all ranks must call it."""
+
+    def gradient(self, parameter: Any) -> Any | None:
+        """The gradient on this rank, as the optimizer would find it."""
+
+    def loss(self, output: Any) -> Any:
+        """Half the sum of squares of the output, in float32."""
+
+    def backward(self, loss: Any) -> None:
+        """Run backward from a loss."""
+
+    def no_grad(self) -> AbstractContextManager[Any]:
+        """A context without gradients."""
+
+    def zero_grad(self, module: Any) -> None:
+        """Clear the gradients of all parameters."""
+
+    def optimizer(self, module: Any, *, kind: str, lr: float) -> Optimizer:
+        """``kind`` is ``"sgd"`` or ``"adamw"``, with the framework's defaults for the rest."""
+
+    def collectives(self) -> AbstractContextManager[list[Collective]]:
+        """Record the collectives that this rank issues."""

@@ -1,0 +1,1 @@
+"""Torch as the cases see it: workers, models, tensors, collectives. Nothing here knows an implementation."""

@@ -1,0 +1,110 @@
+"""`hpcompat_conformance.framework.Framework` for torch on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from hpcompat_conformance.framework import Array, Collective, Optimizer
+from hpcompat_conformance.on_torch import collectives, models
+from hpcompat_conformance.on_torch.names import dtype_name, dtype_named
+from hpcompat_conformance.recipes import Recipe
+
+
+class TorchFramework:
+    """Distributed parameters are DTensors."""
+
+    name = "torch"
+
+    def versions(self) -> Mapping[str, str]:
+        return {"torch": torch.__version__, "numpy": np.__version__}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return dtype_named(name)
+
+    def dtype_of(self, tensor: torch.Tensor) -> str:
+        return dtype_name(tensor.dtype)
+
+    def tensor(self, array: Array, *, dtype: str | None = None, requires_grad: bool = False) -> torch.Tensor:
+        tensor = torch.from_numpy(array.copy())
+        if dtype is not None:
+            tensor = tensor.to(dtype_named(dtype))
+        return tensor.requires_grad_(requires_grad)
+
+    def array(self, tensor: torch.Tensor) -> Array:
+        if isinstance(tensor, DTensor):
+            raise TypeError("expected a plain tensor, but got a DTensor: use local() or full()")
+        tensor = tensor.detach()
+        return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy().copy()
+
+    def mesh(self, shape: Sequence[int], *, axis_names: Sequence[str] | None = None) -> DeviceMesh:
+        return init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(axis_names) if axis_names else None)
+
+    def shard(self, dim: int) -> Shard:
+        return Shard(dim)
+
+    def model(self, recipe: Recipe, *, seed: int) -> nn.Module:
+        return models.build(recipe, seed=seed)
+
+    def child(self, module: nn.Module, path: str) -> nn.Module:
+        return module.get_submodule(path)
+
+    def set_requires_grad(self, module: nn.Module, value: bool) -> None:
+        module.requires_grad_(value)
+
+    def parameters(self, module: nn.Module) -> Mapping[str, nn.Parameter]:
+        return dict(module.named_parameters())
+
+    def state_dict(self, module: nn.Module) -> Mapping[str, Any]:
+        return module.state_dict()
+
+    def load_state_dict(self, module: nn.Module, values: Mapping[str, Array]) -> None:
+        state = {}
+        for name, value in module.state_dict().items():
+            full = torch.from_numpy(values[name])
+            state[name] = distribute_tensor(full, value.device_mesh, value.placements)
+        module.load_state_dict(state)
+
+    def shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        return tuple(parameter.shape)
+
+    def is_sharded(self, parameter: torch.Tensor) -> bool:
+        return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
+
+    def local(self, parameter: torch.Tensor) -> Array:
+        if not isinstance(parameter, DTensor):
+            raise TypeError("expected a distributed parameter, but got a plain tensor: it is not sharded")
+        return self.array(parameter.detach().to_local())
+
+    def full(self, parameter: torch.Tensor) -> Array:
+        detached = parameter.detach()
+        return self.array(detached.full_tensor() if isinstance(detached, DTensor) else detached)
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return parameter.grad
+
+    def loss(self, output: torch.Tensor) -> torch.Tensor:
+        return output.float().square().sum() * 0.5
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def no_grad(self) -> AbstractContextManager[Any]:
+        return torch.no_grad()
+
+    def zero_grad(self, module: nn.Module) -> None:
+        module.zero_grad(set_to_none=True)
+
+    def optimizer(self, module: nn.Module, *, kind: str, lr: float) -> Optimizer:
+        kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+        return kinds[kind](module.parameters(), lr=lr)
+
+    def collectives(self) -> AbstractContextManager[list[Collective]]:
+        return collectives.record()

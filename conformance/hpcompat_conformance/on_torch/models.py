@@ -1,0 +1,84 @@
+"""The recipes as torch modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hpcompat_conformance.on_torch.names import dtype_name
+from hpcompat_conformance.recipes import Branches, Chain, Probe, Recipe, Tied
+from hpcompat_conformance.values import parameter_values
+
+
+class ChainModel(nn.Module):
+    """See `recipes.Chain`."""
+
+    def __init__(self, recipe: Chain) -> None:
+        super().__init__()
+        sizes = recipe.sizes
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.scale = nn.Parameter(torch.empty(sizes[-1])) if recipe.own else None
+        self.order = tuple(recipe.order if recipe.order is not None else range(len(self.layers)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for position, index in enumerate(self.order):
+            x = self.layers[index](x)
+            if position < len(self.order) - 1:
+                x = torch.relu(x)
+        return x if self.scale is None else x * self.scale
+
+
+class BranchesModel(nn.Module):
+    """See `recipes.Branches`."""
+
+    def __init__(self, recipe: Branches) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(recipe.width, recipe.width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, use: Sequence[int] = (1, 2)) -> torch.Tensor:
+        x = torch.relu(self.layers[0](x))
+        return torch.stack([self.layers[index](x) for index in use]).sum(0)
+
+
+class TiedModel(nn.Module):
+    """See `recipes.Tied`."""
+
+    def __init__(self, recipe: Tied) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(recipe.vocab, recipe.width)
+        self.layers = nn.ModuleList([nn.Linear(recipe.width, recipe.width)])
+        self.head = nn.Linear(recipe.width, recipe.vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.layers[0](self.embed(tokens))))
+
+
+class ProbeModel(nn.Module):
+    """See `recipes.Probe`."""
+
+    def __init__(self, recipe: Probe) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(recipe.width, recipe.width)])
+        self.seen: dict[str, str] = {}
+
+    def forward(self, x: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
+        weight = self.layers[0].weight
+        self.seen = {"input": dtype_name(x.dtype), "weight": dtype_name(weight.dtype)}
+        if side is not None:
+            self.seen["side"] = dtype_name(side.dtype)
+        return self.layers[0](x.to(weight.dtype))
+
+
+_MODELS = {Chain: ChainModel, Branches: BranchesModel, Tied: TiedModel, Probe: ProbeModel}
+
+
+def build(recipe: Recipe, *, seed: int) -> nn.Module:
+    """The module, on the CPU in float32."""
+    model = _MODELS[type(recipe)](recipe)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(parameter_values(name, parameter.shape, seed=seed)))
+    return model

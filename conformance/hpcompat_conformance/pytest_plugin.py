@@ -1,0 +1,22 @@
+"""Worker pools for a test session: ``pytest_plugins = ["hpcompat_conformance.pytest_plugin"]``.
+
+def test_sum(pool):
+    assert pool(2).run(all_ranks_sum, value=3) == [6, 6]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hpcompat_conformance.pool import PoolSet
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[PoolSet]:
+    """``pool(world_size)`` is a pool of torch workers on gloo, the same one for the whole session;
+    ``pool(world_size, setup="module:function")`` one with another set-up."""
+    pools = PoolSet()
+    yield pools
+    pools.close()

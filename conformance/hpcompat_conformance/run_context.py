@@ -1,0 +1,159 @@
+"""What a case is given: an implementation, its place in the world, and the sentences that cases are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hpcompat_conformance.framework import Array, Collective, Framework
+from hpcompat_conformance.impl import Api, Implementation
+from hpcompat_conformance.recipes import Recipe, Tied
+from hpcompat_conformance.values import batch_values, token_values
+
+BATCH_ROWS = 2
+
+
+@dataclass
+class Context:
+    """One run of one case on one rank."""
+
+    implementation: Implementation
+    rank: int
+    world_size: int
+    seed: int
+    _units: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+
+    @property
+    def api(self) -> Api:
+        """The implementation's public names."""
+        return self.implementation.api
+
+    @property
+    def framework(self) -> Framework:
+        """Tensors and modules."""
+        return self.implementation.framework
+
+    # --- making things ---
+
+    def model(self, recipe: Recipe) -> Any:
+        """The same model on every rank, not sharded."""
+        return self.framework.model(recipe, seed=self.seed)
+
+    def mesh(self) -> Any:
+        """One axis over all ranks: FSDP."""
+        return self.framework.mesh((self.world_size,))
+
+    def mesh_2d(self, num_replicas: int) -> Any:
+        """Axes ``replicate`` x ``shard``: HSDP."""
+        shape = (num_replicas, self.world_size // num_replicas)
+        return self.framework.mesh(shape, axis_names=("replicate", "shard"))
+
+    def shard(
+        self,
+        model: Any,
+        *,
+        units: Sequence[str] = (),
+        mesh: Any = None,
+        root: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """``fully_shard`` on the submodules ``units`` and then on the model, all with the same options; ``root`` has those
+        that differ there. Notes which parameters each unit got, for `schedule`."""
+        mesh = self.mesh() if mesh is None else mesh
+        self._units = self._parameters_by_unit(model, units)
+        for path in units:
+            self.api.fully_shard(self.framework.child(model, path), mesh=mesh, **options)
+        self.api.fully_shard(model, mesh=mesh, **{**options, **(root or {})})
+        return model
+
+    def inputs(self, recipe: Recipe, *, step: int = 0, rank: int | None = None) -> Any:
+        """This rank's input of that step or microbatch, or another rank's."""
+        rank = self.rank if rank is None else rank
+        if isinstance(recipe, Tied):
+            tokens = token_values((BATCH_ROWS, 3), vocab=recipe.vocab, rank=rank, step=step, seed=self.seed)
+            return self.framework.tensor(tokens)
+        shape = (BATCH_ROWS, recipe.num_inputs)
+        return self.framework.tensor(batch_values(shape, rank=rank, step=step, seed=self.seed))
+
+    # --- running things ---
+
+    def train(self, model: Any, inputs: Any, **forward_options: Any) -> None:
+        """Forward, loss and backward."""
+        self.framework.backward(self.framework.loss(model(inputs, **forward_options)))
+
+    def record(self) -> AbstractContextManager[list[Collective]]:
+        """Collect the collectives that this rank issues inside the block."""
+        return self.framework.collectives()
+
+    # --- looking at things ---
+
+    def gradients(self, model: Any) -> dict[str, Array | None]:
+        """Global gradients by name; None where a parameter has none."""
+        parameters = self.framework.parameters(model)
+        found = {name: self.framework.gradient(parameter) for name, parameter in parameters.items()}
+        return {name: None if grad is None else self.framework.full(grad) for name, grad in found.items()}
+
+    def values(self, model: Any) -> dict[str, Array]:
+        """Global values of the parameters by name."""
+        return {name: self.framework.full(p) for name, p in self.framework.parameters(model).items()}
+
+    def sharded(self, model: Any) -> dict[str, bool]:
+        """By parameter: whether it is registered in its sharded form."""
+        return {name: self.framework.is_sharded(p) for name, p in self.framework.parameters(model).items()}
+
+    def true_gradients(
+        self,
+        recipe: Recipe,
+        *,
+        steps: Iterable[int] = (0,),
+        divide_by: float | None = None,
+        train: Callable[[Any, Any, int], None] | None = None,
+        ranks: Iterable[int] | None = None,
+    ) -> dict[str, Array]:
+        """The truth: unsharded, on this rank alone, over the inputs of all ranks and these steps, added up and divided by
+        ``divide_by``, or by the number of ranks. ``train(model, inputs, rank)`` replaces `train`. Parameters that get no
+        gradient are left out."""
+        ranks = range(self.world_size) if ranks is None else ranks
+        model = self.model(recipe)
+        total: dict[str, Array] = {}
+        for step in steps:
+            for rank in ranks:
+                self.framework.zero_grad(model)
+                run = train or (lambda model, inputs, rank: self.train(model, inputs))
+                run(model, self.inputs(recipe, step=step, rank=rank), rank)
+                for name, grad in self.gradients(model).items():
+                    if grad is not None:
+                        total[name] = total.get(name, np.float64(0)) + grad.astype(np.float64)
+        divisor = self.world_size if divide_by is None else divide_by
+        return {name: (grad / divisor).astype(np.float32) for name, grad in total.items()}
+
+    # --- schedules ---
+
+    def schedule(self, log: Iterable[Collective], *, shard_size: int | None = None) -> list[str]:
+        """Collectives in words, ``"all_gather layers.1 over 4"``: the unit is known by its number of elements, padded as
+        `padded_elements` says. Anything that fits no unit stays a number."""
+        shard_size = self.world_size if shard_size is None else shard_size
+        full = {padded_elements(shapes, shard_size): path for path, shapes in self._units.items() if shapes}
+        part = {count // shard_size: path for count, path in full.items()}
+        words = []
+        for event in log:
+            sizes = part if event.kind == "all_reduce" else full
+            unit = sizes.get(event.num_elements, f"{event.num_elements} elements")
+            words.append(f"{event.kind} {unit or 'root'} over {event.group_size}")
+        return words
+
+    def _parameters_by_unit(self, model: Any, units: Sequence[str]) -> dict[str, list[tuple[int, ...]]]:
+        found: dict[str, list[tuple[int, ...]]] = {path: [] for path in (*units, "")}
+        for name, parameter in self.framework.parameters(model).items():
+            owner = max((path for path in units if name.startswith(path + ".")), key=len, default="")
+            found[owner].append(self.framework.shape(parameter))
+        return found
+
+
+def padded_elements(shapes: Iterable[Sequence[int]], shard_size: int) -> int:
+    """Elements of a unit's flat buffer: the first dim of each parameter is padded to a multiple of the shard axis."""
+    return sum(-(-shape[0] // shard_size) * shard_size * int(np.prod(shape[1:], dtype=np.int64)) for shape in shapes)

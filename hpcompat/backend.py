@@ -1,0 +1,249 @@
+"""All that a backend implements. The scheduler decides when; a backend owns every tensor and never decides.
+
+The seam is a param group wide, not a parameter wide: one call moves, registers or reduces everything that travels in one
+collective, so that the cost of the seam does not grow with the number of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
+from hpcompat.core.divide import DividePlan
+from hpcompat.core.states import ShardedState
+from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo
+
+if TYPE_CHECKING:
+    from hpcompat.core.unit import Unit
+    from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
+
+
+class Stream(Protocol):
+    """A queue of device work. Devices without queues use :class:`hpcompat.core.comm_ctx.NullStream`."""
+
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def record_event(self) -> Any: ...
+
+
+class Streams(Protocol):
+    """The streams of one device."""
+
+    @property
+    def available(self) -> bool:
+        """False where collectives either block the caller or complete through ``wait()`` (CPU)."""
+        ...
+
+    def current(self) -> Stream: ...
+    def create(self, *, high_priority: bool) -> Stream: ...
+
+
+class Gather(Protocol):
+    """An all-gather in flight: its buffer, the event that ends it (streams) or its work object (no streams)."""
+
+    event: Any
+    is_async: bool
+
+    def wait(self) -> None:
+        """Block until the buffer is complete, on the current stream or on the calling thread."""
+        ...
+
+
+class Reduction(Protocol):
+    """A gradient reduction in flight. It carries its own policy (dtype, division, hook), never its drainer's."""
+
+    post_stream: Any
+    post_event: Any
+
+    def complete(self) -> None:
+        """Wait for the collective, divide, cast, and put the gradients on the shards. Idempotent."""
+        ...
+
+    def release_input(self) -> None:
+        """Drop the reduction's input; with streams, only after the current stream is past the reduction."""
+        ...
+
+    def abandon(self) -> None:
+        """Wait for what is in flight and drop the result."""
+        ...
+
+
+class GradientBucket(Protocol):
+    """Gradients of one param group that are reduced in one collective: one reduce dtype, one original dtype."""
+
+    @property
+    def overflow_risk(self) -> bool:
+        """Whether the reduce dtype is neither float32 nor bfloat16, so that the division is split (clause 11.1)."""
+        ...
+
+
+@dataclass(frozen=True)
+class GatherRequest:
+    """How to gather: over which group, on which streams, with which collective."""
+
+    source: ShardedState
+    group: Any
+    world_size: int
+    copy_in_stream: Any
+    gather_stream: Any
+    comm: AllGather | None
+    async_op: bool
+
+
+@dataclass(frozen=True)
+class ReduceRequest:
+    """How to reduce one bucket. ``None`` groups do not take part; see :func:`hpcompat.core.divide.divide_plan`."""
+
+    scatter_group: Any
+    shard_world_size: int
+    all_reduce_group: Any
+    all_reduce: bool
+    plan: DividePlan
+    scale: Any
+    comm: ReduceScatter | None
+    hook: Callable[[Any], None] | None
+    reduce_stream: Any
+    all_reduce_stream: Any
+
+
+class GroupTensors(Protocol):
+    """The tensors of one param group in all their representations."""
+
+    @property
+    def uids(self) -> Sequence[int]:
+        """A process-wide number per original parameter, in registration order."""
+        ...
+
+    @property
+    def names(self) -> list[str]:
+        """Qualified parameter names; the wrap gives local ones, lazy init gives full ones."""
+        ...
+
+    def bind_names(self, prefixes: dict[Any, str]) -> None:
+        """Take the qualified prefix (``"layers.0."``, ``""`` for the root) of every module."""
+        ...
+
+    def prepare(self) -> None:
+        """Before the first use: take up replaced parameters and fix the dtypes.
+
+        Raises:
+            RuntimeError: a parameter is on the meta device, or not on the CPU under CPU offload.
+        """
+        ...
+
+    def all_gather(self, request: GatherRequest) -> Gather: ...
+    def copy_out(self, gather: Gather) -> None:
+        """Wait for ``gather`` and fill the unsharded parameters."""
+        ...
+
+    def to_unsharded(self) -> None: ...
+    def to_sharded(self) -> None: ...
+    def to_sharded_post_forward(self, mesh_info: FSDPMeshInfo) -> None: ...
+
+    def accumulate_gradients(self) -> None:
+        """Add new gradients to those kept from earlier backwards, where there are any."""
+        ...
+
+    def stash_gradients(self) -> None:
+        """With sync off: keep gradients in the reduce dtype, apart from the unsharded parameter."""
+        ...
+
+    def take_gradients(self, *, fill_unused: bool) -> list[Any]:
+        """Hand over every gradient that exists (zeros for unused parameters if asked) as buckets."""
+        ...
+
+    def drop_gradients(self) -> None:
+        """Forget unsharded, accumulated and partially reduced gradients."""
+        ...
+
+    def start_reduce(self, bucket: Any, request: ReduceRequest) -> Reduction: ...
+    def wait_for_offload(self) -> None:
+        """Block until gradients on their way to the CPU have arrived."""
+        ...
+
+
+class WrapSpec(NamedTuple):
+    """What one param group is made of, from :mod:`hpcompat.core.wrap` to ``Backend.make_group``."""
+
+    parameters: list[Any]
+    modules: tuple[Any, ...]
+    mesh_info: DataParallelMeshInfo
+    post_forward_mesh_info: FSDPMeshInfo | None
+    device: Any
+    placements: list[Any]
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    fuse: bool
+    zero_copy: bool
+
+
+class Backend(Protocol):
+    """One framework. Found by the entry point group ``hpcompat.backends``."""
+
+    name: str
+    module_mixin: type
+
+    def owns(self, module: object) -> bool: ...
+    def probe(self) -> dict[str, object]: ...
+
+    def named_modules(self, module: Any) -> Iterable[tuple[str, Any]]: ...
+    def children(self, module: Any) -> Iterable[Any]: ...
+    def named_parameters(self, module: Any, *, recurse: bool) -> Iterator[tuple[str, Any]]:
+        """Every place of every parameter, shared ones included."""
+        ...
+
+    def buffers(self, module: Any) -> Iterable[Any]: ...
+    def is_bare_container(self, module: Any) -> bool:
+        """A list or dict of modules without a forward of its own."""
+        ...
+
+    def parameter_uid(self, parameter: Any) -> int:
+        """A process-wide number that survives the parameter's replacement; stamped, never ``id()``."""
+        ...
+
+    def is_parameter(self, value: object) -> bool: ...
+    def is_scalar(self, parameter: Any) -> bool: ...
+
+    def default_mesh(self, names: tuple[str, ...] | None = None) -> Any: ...
+    def is_mesh(self, value: object) -> bool: ...
+    def device_of(self, mesh: Any) -> Any: ...
+    def submesh(self, mesh: Any, dims: DataParallelMeshDims) -> Any:
+        """The data-parallel mesh that ``dims`` picks from ``mesh``: [replicate,] [shard], each flattened to one axis."""
+        ...
+
+    def flatten(self, mesh: Any) -> Any:
+        """All axes of ``mesh`` as one."""
+        ...
+
+    def post_forward_mesh(self, mesh_info: FSDPMeshInfo, size: int) -> Any: ...
+    def separate_group(self, group: Any) -> Any:
+        """A new process group over the ranks of ``group``. Collective over them."""
+        ...
+
+    def supported_reductions(self, group: Any) -> frozenset[ReduceOp]: ...
+    def comm_for(self, kind: str, group: Any) -> tuple[AllGather, ReduceScatter]:
+        """Communication objects whose buffers come from ``kind``: ``"process_group"`` or ``"symm_mem"``.
+
+        Raises:
+            CapabilityError: the device has no such memory.
+        """
+        ...
+
+    def streams(self, device: Any) -> Streams: ...
+    def place(self, parameters: Sequence[Any], buffers: Sequence[Any], device: Any) -> None:
+        """Move original parameters and buffers to ``device``, in place; meta tensors stay."""
+        ...
+
+    def check_policies(self, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy, device: Any) -> None: ...
+    def make_group(self, spec: WrapSpec) -> GroupTensors: ...
+    def install_hooks(self, unit: Unit) -> None: ...
+    def before_forward(
+        self, unit: Unit, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the forward pre-hook does, for methods other than forward; likewise ``after_forward``."""
+        ...
+
+    def after_forward(self, unit: Unit, index: int, output: Any) -> Any: ...
+    def queue_final_callback(self, callback: Callable[[], None]) -> None: ...

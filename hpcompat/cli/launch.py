@@ -1,0 +1,139 @@
+"""``hpcompat launch``: start a training script on N processes with the launcher of the chosen framework."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpcompat import registry
+from hpcompat.cli.errors import CommandError
+
+# Options that belong to torchrun: passed on as they are, so that its documentation stays the one to read.
+TORCHRUN_OPTIONS = {
+    "nnodes": "number of nodes, or MIN:MAX",
+    "node-rank": "rank of this node",
+    "rdzv-backend": "rendezvous backend",
+    "rdzv-endpoint": "rendezvous endpoint, HOST:PORT",
+    "rdzv-id": "id of this job",
+    "rdzv-conf": "rendezvous settings, KEY=VALUE,...",
+    "master-addr": "address of node 0 (static rendezvous)",
+    "master-port": "port on node 0 (static rendezvous)",
+    "local-addr": "address of this node",
+    "max-restarts": "restarts of the workers before giving up",
+    "monitor-interval": "seconds between two looks at the workers",
+    "log-dir": "directory of the workers' logs",
+    "redirects": "streams to write to the log directory",
+    "tee": "streams to write to the console and to the log directory",
+    "local-ranks-filter": "local ranks whose output is shown",
+}
+# Any of these says where the processes meet; without them a job of one node meets on a free port of its own.
+RENDEZVOUS_OPTIONS = ("rdzv-endpoint", "rdzv-backend", "master-addr", "master-port")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``hpcompat launch``."""
+    parser.usage = "hpcompat launch [-h] [-n N] [--backend NAME] [torchrun options] [-m] SCRIPT [ARGUMENT ...]"
+    parser.add_argument(
+        "-n", "--nproc-per-node", "--nproc_per_node", type=_positive, default=1, metavar="N", help="processes per node"
+    )
+    parser.add_argument("--backend", metavar="NAME", help="torch or mindspore (default: the one that is installed)")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
+    group = parser.add_argument_group("passed on to torchrun")
+    for option, text in TORCHRUN_OPTIONS.items():
+        spellings = dict.fromkeys((f"--{option}", f"--{option.replace('-', '_')}"))
+        group.add_argument(*spellings, dest=_destination(option), metavar="VALUE", help=text)
+    parser.add_argument("script", metavar="SCRIPT", help="the training script")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="arguments of the script")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replace this process by the launcher; comes back only with an error.
+
+    Replacing, not watching a child, makes the exit status, SIGINT and SIGTERM those of the launcher itself.
+    """
+    backend = _choose_backend(args.backend)
+    if backend != "torch":
+        raise CommandError(f"starting scripts on the {backend!r} backend is not in this version")
+    if not args.module and not Path(args.script).is_file():
+        raise CommandError(f"expected a script to run, but got {args.script!r}, which is not a file")
+    command = torchrun_command(args, environ=os.environ)
+    environment = launch_environment(os.environ, backend=backend, num_procs=args.nproc_per_node)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], command, environment)
+
+
+def torchrun_command(args: argparse.Namespace, *, environ: Mapping[str, str]) -> list[str]:
+    """The command line of torchrun for ``args``; ``environ`` because torchrun also takes its options as ``PET_*``.
+
+    Raises:
+        CommandError: several nodes, and no address to meet at.
+    """
+    options = {option: getattr(args, _destination(option)) for option in TORCHRUN_OPTIONS}
+    from_environment = {option: environ.get(f"PET_{option.replace('-', '_').upper()}") for option in TORCHRUN_OPTIONS}
+    given = {option: value or from_environment[option] for option, value in options.items()}
+    single_node = given["nnodes"] in (None, "1", "1:1")
+    if not single_node and not (given["rdzv-endpoint"] or given["master-addr"]):
+        # torchrun would let every node wait for the others on its own localhost.
+        raise CommandError(
+            f"expected --rdzv-endpoint or --master-addr with --nnodes {given['nnodes']}, but got neither; "
+            "give the address of one node, the same on all of them"
+        )
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={args.nproc_per_node}"]
+    if single_node and not any(given[option] for option in RENDEZVOUS_OPTIONS):
+        command.append("--standalone")
+        # The machine's own name, torchrun's default, need not resolve on a laptop or in a container.
+        options["local-addr"] = given["local-addr"] or "localhost"
+    command += [f"--{option}={value}" for option, value in options.items() if value]
+    if args.module:
+        command.append("--module")
+    return [*command, args.script, *args.script_args]
+
+
+def launch_environment(environ: Mapping[str, str], *, backend: str, num_procs: int) -> dict[str, str]:
+    """``environ`` with the backend for the script, and the cores shared out unless the caller already did."""
+    threads = max(1, _num_cores() // num_procs)
+    return {"OMP_NUM_THREADS": str(threads), **environ, registry.ENV_VAR: backend}
+
+
+def _choose_backend(requested: str | None) -> str:
+    wanted = None if requested is None else registry.canonical_name(requested)
+    if wanted == "mindspore" and wanted not in registry.available_backends():
+        raise CommandError("the mindspore backend is not in this version; use --backend torch")
+    try:
+        chosen = registry.chosen_name(requested)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    installed = registry.installed_backends()
+    if chosen is None and len(installed) == 1:
+        return installed[0]
+    if chosen is None or chosen not in installed:
+        missing = "one installed backend" if chosen is None else f"the framework of {chosen!r} to be installed"
+        raise CommandError(
+            f"expected {missing}, but got {', '.join(installed) or 'none'}; name one with --backend, "
+            f"or install it with: pip install 'hpcompat[{chosen or 'torch'}]'"
+        )
+    return chosen
+
+
+def _destination(option: str) -> str:
+    return f"torchrun_{option.replace('-', '_')}"
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of processes of at least 1, but got {text!r}")
+    return value

@@ -1,0 +1,339 @@
+"""A param group: the parameters of a unit that are gathered in one collective and reduced in one.
+
+It decides when to gather, free and reduce; :class:`hpcompat.backend.GroupTensors` does it to the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hpcompat.backend import GatherRequest, ReduceRequest
+from hpcompat.core import events
+from hpcompat.core.comm_ctx import CommContext
+from hpcompat.core.divide import DividePlan, DivideRequest, divide_plan
+from hpcompat.core.states import ShardedState, TrainingState
+from hpcompat.mesh import (
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    replicate_world_size,
+    shard_world_size,
+)
+
+if TYPE_CHECKING:
+    from hpcompat.backend import Backend, Gather, GradientBucket, GroupTensors
+    from hpcompat.comm import AllGather, ReduceScatter
+    from hpcompat.core.unit import Unit
+
+
+class ParamGroup:
+    """Parameters that share a mesh info and communicate together."""
+
+    def __init__(
+        self,
+        tensors: GroupTensors,
+        *,
+        backend: Backend,
+        mesh_info: DataParallelMeshInfo,
+        post_forward_mesh_info: FSDPMeshInfo | None,
+        num_modules: int,
+    ) -> None:
+        self.tensors = tensors
+        self.mesh_info = mesh_info
+        self.post_forward_mesh_info = post_forward_mesh_info
+        self.fqn = ""
+        self.unit: Unit  # set by Unit.add_group
+        self.comm_ctx = CommContext()
+        self.sharded_state = ShardedState.SHARDED
+        self.training_state = TrainingState.IDLE
+        # Place among the groups of the unit; set when the unit is built.
+        self.index = 0
+        self.num_groups = 1
+        # Indices of this group's forwards in the shared order, latest last.
+        self.post_forward_indices: list[int] = []
+
+        # What the setters of HSDPModule change.
+        self.reduce_grads = True
+        self.all_reduce_grads = True
+        self.reshard_after_backward = True
+        self.unshard_async_op = False
+        self.unshard_in_backward = True
+        self.reduce_scatter_unused_params = False
+        self.max_input_buffers = 1
+        self.all_gather_comm: AllGather | None = None
+        self.reduce_scatter_comm: ReduceScatter | None = None
+        # Whether the two above come from the user, not from an allocator switch.
+        self.has_custom_comm = False
+        self.all_reduce_hook: Callable[[Any], None] | None = None
+        self.all_reduce_hook_stream: Any = None
+        self.gradient_scaling_factor: Any = None
+        self._divide_factor: float | None = None
+        self._reduce_op_type = "avg"
+        self._force_sum = False
+
+        self._backend = backend
+        self._num_modules = num_modules
+        self._plans: dict[bool, DividePlan] = {}
+        self._is_prepared = False
+        self._gather: Gather | None = None
+        # The slice kept after forward is written on the current stream and read on the gather streams.
+        self._post_forward_event: Any = None
+        self.shard_world_size = shard_world_size(mesh_info)
+
+    # Properties
+
+    @property
+    def is_unsharded(self) -> bool:
+        return self.sharded_state is ShardedState.UNSHARDED
+
+    @property
+    def is_hsdp(self) -> bool:
+        return isinstance(self.mesh_info, HSDPMeshInfo)
+
+    @property
+    def is_sharded_by_mesh(self) -> bool:
+        return isinstance(self.mesh_info, FSDPMeshInfo)
+
+    @property
+    def forces_sum(self) -> bool:
+        return self._force_sum
+
+    def set_division(
+        self, *, factor: float | None = None, op_type: str | None = None, force_sum: bool | None = None
+    ) -> None:
+        """Change what gradients are divided by; ``None`` leaves a setting as it is."""
+        if factor is not None:
+            self._divide_factor = factor
+        if op_type is not None:
+            self._reduce_op_type = op_type
+        if force_sum is not None:
+            self._force_sum = force_sum
+        self._plans.clear()
+
+    # Unshard and reshard
+
+    def prepare(self) -> None:
+        """Lazy init of the group; also run by ``unshard`` before the first forward."""
+        if not self._is_prepared:
+            self.tensors.prepare()
+            self._is_prepared = True
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Issue the gather, unless it is pending, done, or switched off for backward."""
+        if self._gather is not None or self.sharded_state is ShardedState.UNSHARDED:
+            return
+        if not self.unshard_in_backward and self.training_state is TrainingState.PRE_BACKWARD:
+            return
+        if events.listeners:
+            events.emit("unshard", self.fqn, self.training_state)
+        ctx = self.comm_ctx
+        if self._post_forward_event is not None:
+            ctx.make_gathers_wait(self._post_forward_event)
+            self._post_forward_event = None
+        copy_in_stream, gather_stream = ctx.gather_streams(async_op=async_op, state=self.training_state)
+        group, world_size = self._gather_group()
+        # Without streams only a work object can overlap; a custom collective sees what its contract promises.
+        issue_async = async_op or (not ctx.has_streams and self.all_gather_comm is None)
+        self._gather = self.tensors.all_gather(
+            GatherRequest(
+                self.sharded_state, group, world_size, copy_in_stream, gather_stream, self.all_gather_comm, issue_async
+            )
+        )
+
+    def wait_for_unshard(self) -> None:
+        """Finish the pending gather and register the unsharded parameters; without one, do nothing."""
+        gather = self._gather
+        if gather is None:
+            return
+        if events.listeners:
+            events.emit("wait_for_unshard", self.fqn, self.training_state)
+        ctx = self.comm_ctx
+        in_forward = self.training_state is TrainingState.FORWARD
+        if in_forward:
+            ctx.release_held_gather()
+        self.tensors.copy_out(gather)
+        self.tensors.to_unsharded()
+        self.sharded_state = ShardedState.UNSHARDED
+        self._gather = None
+        if not ctx.has_streams:
+            return
+        event = ctx.streams.current().record_event()
+        if in_forward and not gather.is_async and self.shard_world_size > 1:
+            ctx.hold_gather(gather, event)  # [Note: held gather]
+        else:
+            ctx.make_gathers_wait(event)
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters: per policy inside forward, always elsewhere (clause 6.3)."""
+        if self.training_state is TrainingState.FORWARD:
+            target = self.post_forward_mesh_info
+            if target is None:
+                return
+            if target is not self.mesh_info:
+                self._to_sharded_post_forward(target)
+                return
+        self.to_sharded()
+
+    def to_sharded(self) -> None:
+        if self.sharded_state is not ShardedState.SHARDED:
+            if events.listeners:
+                events.emit("reshard", self.fqn, self.training_state)
+            self.tensors.to_sharded()
+            self.sharded_state = ShardedState.SHARDED
+
+    def _to_sharded_post_forward(self, target: FSDPMeshInfo) -> None:
+        if self.sharded_state is not ShardedState.UNSHARDED:
+            return
+        if events.listeners:
+            events.emit("reshard_post_forward", self.fqn, self.training_state)
+        self.tensors.to_sharded_post_forward(target)
+        self.sharded_state = ShardedState.SHARDED_POST_FORWARD
+        if self.comm_ctx.has_streams:
+            self._post_forward_event = self.comm_ctx.streams.current().record_event()
+
+    def _gather_group(self) -> tuple[Any, int]:
+        info: DataParallelMeshInfo | None = self.mesh_info
+        if self.sharded_state is ShardedState.SHARDED_POST_FORWARD:
+            info = self.post_forward_mesh_info
+        if isinstance(info, FSDPMeshInfo):
+            return info.shard_process_group, info.shard_mesh_size
+        return None, 1
+
+    # Forward and backward
+
+    def pre_forward(self) -> None:
+        self.training_state = TrainingState.FORWARD
+        self.unshard(self.unshard_async_op)
+        self.wait_for_unshard()
+
+    def post_forward(self, *, in_backward: bool) -> None:
+        # Forward inside backward is recomputation: backward itself reshards, and its order is already recorded.
+        if not in_backward:
+            self.reshard()
+            order = self.comm_ctx.post_forward_order
+            self.post_forward_indices.append(len(order))
+            order.append(self)
+        self.training_state = TrainingState.IDLE
+
+    def pre_backward(self) -> bool:
+        """Gather for backward. False if this backward has already done it."""
+        if self.training_state is TrainingState.PRE_BACKWARD:
+            return False
+        self.training_state = TrainingState.PRE_BACKWARD
+        self.unshard(self.unshard_async_op)
+        self.wait_for_unshard()
+        return True
+
+    def post_backward(self) -> None:
+        """Free the parameters and reduce what gradients there are; does nothing harmful if there are none."""
+        if events.listeners:
+            events.emit("post_backward", self.fqn, self.training_state)
+        ran_in_part = self._num_modules > 1 and self.training_state is TrainingState.FORWARD
+        self.training_state = TrainingState.POST_BACKWARD
+        tensors = self.tensors
+        tensors.accumulate_gradients()
+        if not self.reduce_grads:
+            if self.reshard_after_backward:
+                self.reshard()
+            # After the reshard: the cast copy need not coexist with the parameters.
+            tensors.stash_gradients()
+            return
+        buckets = tensors.take_gradients(fill_unused=self.reduce_scatter_unused_params)
+        if self.reshard_after_backward:
+            self.reshard()
+        # The last group of a unit goes first in backward; the unit's other groups then overlap with its reduction.
+        if self.index == self.num_groups - 1:
+            self.comm_ctx.make_room()
+        for bucket in buckets:
+            self._reduce(bucket)
+        if ran_in_part and buckets:
+            # Members of a module list that run one by one reduce one by one into the same gradients.
+            self.comm_ctx.finish()
+
+    def _reduce(self, bucket: GradientBucket) -> None:
+        if events.listeners:
+            events.emit("reduce", self.fqn, self.training_state)
+        ctx = self.comm_ctx
+        info = self.mesh_info
+        scatter_group = None
+        if isinstance(info, FSDPMeshInfo):
+            scatter_group = info.reduce_scatter_process_group or info.shard_process_group
+        all_reduce_group = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
+        all_reduce_stream: Any = ctx.all_reduce_stream
+        if all_reduce_group is None and self.all_reduce_hook_stream is not None:
+            all_reduce_stream = self.all_reduce_hook_stream
+        ctx.submit(
+            self.tensors.start_reduce(
+                bucket,
+                ReduceRequest(
+                    scatter_group,
+                    self.shard_world_size,
+                    all_reduce_group,
+                    self.all_reduce_grads,
+                    self._plan(bucket.overflow_risk),
+                    self.gradient_scaling_factor,
+                    self.reduce_scatter_comm,
+                    self.all_reduce_hook,
+                    ctx.reduce_stream,
+                    all_reduce_stream,
+                ),
+            )
+        )
+
+    def _plan(self, overflow_risk: bool) -> DividePlan:
+        plan = self._plans.get(overflow_risk)
+        if plan is None:
+            info = self.mesh_info
+            factor = self._divide_factor
+            if factor is None and self._reduce_op_type == "sum":
+                factor = 1.0
+            plan = divide_plan(
+                DivideRequest(
+                    factor=factor,
+                    shard_world_size=self.shard_world_size,
+                    replicate_world_size=replicate_world_size(info),
+                    overflow_risk=overflow_risk,
+                    force_sum=self._force_sum or (factor == 1.0 and self._divide_factor is None),
+                    supported=self._supported_reductions(),
+                )
+            )
+            self._plans[overflow_risk] = plan
+        return plan
+
+    def _supported_reductions(self) -> Any:
+        info = self.mesh_info
+        groups = []
+        if isinstance(info, FSDPMeshInfo):
+            groups.append(info.reduce_scatter_process_group or info.shard_process_group)
+        if isinstance(info, DDPMeshInfo):
+            groups.append(info.replicate_process_group)
+        supported = self._backend.supported_reductions(groups[0])
+        for group in groups[1:]:
+            supported &= self._backend.supported_reductions(group)
+        return supported
+
+    def finalize_backward(self) -> None:
+        """End of the last backward: nothing pending is left behind."""
+        self.tensors.wait_for_offload()
+        self.drop_gather()
+        self.post_forward_indices.clear()
+
+    def drop_gather(self) -> None:
+        """Wait for a gather that nobody used (a prefetch that guessed wrong) and drop it."""
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+
+    def reset_iter_state(self) -> None:
+        """Back to a clean, sharded, idle group without pending gradients (clause 13; public report A43)."""
+        self.drop_gather()
+        if self._post_forward_event is not None:
+            self.comm_ctx.make_gathers_wait(self._post_forward_event)
+            self._post_forward_event = None
+        self.tensors.wait_for_offload()
+        self.tensors.drop_gradients()
+        self.post_forward_indices.clear()
+        self.training_state = TrainingState.IDLE
+        self.to_sharded()

@@ -1,0 +1,75 @@
+"""The states of units and param groups, and which state may follow which."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+
+class ShardedState(Enum):
+    """Where the parameters of a param group live (FSDP2 clause 6.1).
+
+    ``SHARDED``: only the shard exists and is registered on the modules.
+    ``SHARDED_POST_FORWARD``: after forward with an integer ``reshard_after_forward`` a slice over the smaller group
+    exists beside the shard; it is registered but must not be computed with.
+    ``UNSHARDED``: the full parameter exists beside the shard and is registered.
+    """
+
+    SHARDED = auto()
+    SHARDED_POST_FORWARD = auto()
+    UNSHARDED = auto()
+
+
+class TrainingState(Enum):
+    """What a unit or a param group is doing (FSDP2 clause 6.2)."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+class ForwardEntry(Enum):
+    """What a forward pre-hook found when it entered a unit; tells the backend what to do with the inputs.
+
+    ``RECOMPUTE``: activation checkpointing runs forward inside backward; inputs are only cast.
+    ``AGAIN``: a later member of a module list in the same pass; inputs are only cast.
+    ``FIRST``: the first member of a pass; the inputs get the post-backward node.
+    ``ROOT``: as ``FIRST``, and this unit is the forward root; inputs move to the device as well.
+    """
+
+    RECOMPUTE = auto()
+    AGAIN = auto()
+    FIRST = auto()
+    ROOT = auto()
+
+
+SHARDED_TRANSITIONS: frozenset[tuple[ShardedState, ShardedState]] = frozenset(
+    {
+        (ShardedState.SHARDED, ShardedState.UNSHARDED),
+        (ShardedState.SHARDED_POST_FORWARD, ShardedState.UNSHARDED),
+        (ShardedState.UNSHARDED, ShardedState.SHARDED),
+        (ShardedState.UNSHARDED, ShardedState.SHARDED_POST_FORWARD),
+        (ShardedState.SHARDED_POST_FORWARD, ShardedState.SHARDED),
+    }
+)
+
+# A group that never sees an output gradient goes from IDLE (or, for a module list that ran in part, from FORWARD)
+# straight to POST_BACKWARD in the final callback; a module used by several outputs re-enters PRE_BACKWARD.
+TRAINING_TRANSITIONS: frozenset[tuple[TrainingState, TrainingState]] = frozenset(
+    {
+        (TrainingState.IDLE, TrainingState.FORWARD),
+        (TrainingState.FORWARD, TrainingState.FORWARD),
+        (TrainingState.FORWARD, TrainingState.IDLE),
+        (TrainingState.FORWARD, TrainingState.PRE_BACKWARD),
+        (TrainingState.FORWARD, TrainingState.POST_BACKWARD),
+        (TrainingState.IDLE, TrainingState.PRE_BACKWARD),
+        (TrainingState.IDLE, TrainingState.POST_BACKWARD),
+        (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD),
+        (TrainingState.PRE_BACKWARD, TrainingState.FORWARD),
+        (TrainingState.PRE_BACKWARD, TrainingState.IDLE),
+        (TrainingState.POST_BACKWARD, TrainingState.PRE_BACKWARD),
+        (TrainingState.POST_BACKWARD, TrainingState.POST_BACKWARD),
+        (TrainingState.POST_BACKWARD, TrainingState.FORWARD),
+        (TrainingState.POST_BACKWARD, TrainingState.IDLE),
+    }
+)
