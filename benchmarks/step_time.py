@@ -6,8 +6,9 @@
     python benchmarks/step_time.py --device cuda                    # one process on one GPU
 
 A step is forward, backward and zero_grad (`--optimizer` adds its step). How times are taken and compared is told in
-`paired/timing.py`, the no-op collectives of `tiny24-host` in `paired/noop.py`, peak bytes in `paired/memory.py`, and the
-functions that `--profile` looks at in `paired/hooks.py`. Nothing here judges the numbers; README.md says how to read them.
+`paired/timing.py`, the no-op collectives of `tiny24-host` in `paired/noop.py`, peak bytes in `paired/memory.py`, and
+the functions that `--profile` looks at in `paired/hooks.py`. Nothing here judges the numbers; README.md says how to
+read them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
+from rich.console import Console
+
 from paired.cases import CASES
 from paired.report import print_report
 from paired.sides import IMPLEMENTATIONS, OPTIMIZERS, versions
 from paired.worker import Settings, work
-from rich.console import Console
+
+WIDTH_OF_FILES = 120
 
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[Settings, Path | None]:
@@ -129,6 +133,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print the tables, write the file."""
     settings, json_path = parse_arguments(arguments)
     console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH_OF_FILES
     machine = describe_machine(settings)
     measured = measure(settings, console=console)
     header = {"versions": versions(), "machine": machine, "settings": dataclasses.asdict(settings)}

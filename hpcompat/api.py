@@ -31,33 +31,35 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of ``module`` over the data-parallel ranks, in place (FSDP2 ``fully_shard``).
 
-    The call makes one unit of every parameter at or below ``module`` that no earlier call took, so wrap bottom-up. A unit is
-    gathered in one collective before its forward and again before its backward, and its gradients are reduced in one.
-    Afterwards ``module`` is an :class:`HSDPModule` and its parameters are sharded.
+    The call makes one unit of every parameter at or below ``module`` that no earlier call took, so wrap bottom-up. A
+    unit is gathered in one collective before its forward and again before its backward, and its gradients are reduced
+    in one. Afterwards ``module`` is an :class:`HSDPModule` and its parameters are sharded.
 
     Args:
         module: a module, or a list of modules that form one unit.
         mesh: 1-D: shard over it. 2-D with names: axis 0 replicates, axis 1 shards (HSDP). Default: all ranks, sharded.
-        reshard_after_forward: ``True`` frees the parameters after forward and gathers them again for backward; ``False`` keeps
-            them; an int ``k`` that divides the shard axis keeps a slice over groups of ``k`` ranks; ``None`` is ``True`` except for
-            the root, which is kept.
-        shard_placement_fn: called once per parameter; returns ``None`` (``Shard(0)``), a ``Shard`` of any dim (a dim above 0 must
-            divide evenly), or a ``ShardPlacementResult`` with a mesh of its own.
+        reshard_after_forward: ``True`` frees the parameters after forward and gathers them again for backward;
+            ``False`` keeps them; an int ``k`` that divides the shard axis keeps a slice over groups of ``k`` ranks;
+            ``None`` is ``True`` except for the root, which is kept.
+        shard_placement_fn: called once per parameter; returns ``None`` (``Shard(0)``), a ``Shard`` of any dim (a dim
+            above 0 must divide evenly), or a ``ShardPlacementResult`` with a mesh of its own.
         mp_policy: mixed precision.
         offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and so optimizer states on the CPU.
         ignored_params: parameters left alone: not sharded, not moved, not reduced.
         replicate_params: parameters kept whole on every rank, with gradients averaged over all data-parallel ranks.
         dp_mesh_dims: the data-parallel axes of an n-D ``mesh`` on which the parameters are already distributed.
         comm_fusion: one collective per unit (default), or one per parameter.
-        comm_fusion_zero_copy: keep the shards of a unit in one flat buffer, which then needs no copy before a gather. ``None``:
-            where the backend can.
-        backend: ``"torch"`` or ``"mindspore"``; by default the environment's ``HPCOMPAT_BACKEND`` or the type of ``module``.
+        comm_fusion_zero_copy: keep the shards of a unit in one flat buffer, which then needs no copy before a gather.
+            ``None``: where the backend can.
+        backend: ``"torch"`` or ``"mindspore"``; by default the environment's ``HPCOMPAT_BACKEND`` or the type of
+        ``module``.
 
     Returns:
         ``module`` itself.
 
     Raises:
-        ValueError: no or nested wrong modules, a mesh that cannot be read without guessing, a scalar parameter, a bad policy value.
+        ValueError: no or nested wrong modules, a mesh that cannot be read without guessing, a scalar parameter, a bad
+        policy value.
         UserError: applied twice, an unnamed 2-D mesh (both ``ValueError`` and ``AssertionError``).
         TypeError: an argument of the wrong type.
         NotImplementedError: uneven ``Shard(dim > 0)``, a non-contiguous parameter.
@@ -66,20 +68,22 @@ def fully_shard(
     _check_types(impl, mp_policy, offload_policy, mesh, dp_mesh_dims)
     for name, value in (("comm_fusion", comm_fusion), ("comm_fusion_zero_copy", comm_fusion_zero_copy)):
         if not isinstance(value, bool) and (value is not None or name == "comm_fusion"):
-            raise TypeError(f"expected {name} to be a bool, but got {value!r}")
+            kind = "a bool" if name == "comm_fusion" else "a bool or None"
+            raise TypeError(f"expected {name} to be {kind}, but got {value!r}")
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(f"expected shard_placement_fn to be callable, but got {shard_placement_fn!r}")
     ignored = _parameter_set(impl, "ignored_params", ignored_params)
     replicated = _parameter_set(impl, "replicate_params", replicate_params)
     if ignored & replicated:
         raise ValueError(
-            f"expected ignored_params and replicate_params to be apart, but got {len(ignored & replicated)} parameters in both"
+            f"expected ignored_params and replicate_params to be apart, but got {len(ignored & replicated)} "
+            "parameters in both"
         )
     info = _mesh_info(impl, mesh, dp_mesh_dims)
     if shard_placement_fn is not None and not isinstance(info, FSDPMeshInfo):
         raise ValueError(
-            f"Per-param mesh via shard_placement_fn is not supported with {type(info).__name__}; it requires FSDPMeshInfo, that is, "
-            "a mesh with a shard axis"
+            f"Per-param mesh via shard_placement_fn is not supported with {type(info).__name__}; it requires "
+            f"FSDPMeshInfo, that is, a mesh with a shard axis, but got {info}"
         )
     wrap(
         impl,
@@ -113,7 +117,10 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
     if not isinstance(module, HSDPModule):
         return
     if not callable(getattr(module, method_name, None)):
-        raise ValueError(f"{type(module)} does not have a method {method_name!r}")
+        raise ValueError(
+            f"expected a method to gather around, but got {type(module)}, which does not have a method "
+            f"{method_name!r}; define it first"
+        )
     unit = module._unit()
     original = getattr(module, method_name)
     index = unit.modules.index(module)
@@ -144,17 +151,19 @@ def _resolve(module: Any, *, backend: str | None, call: str) -> tuple[Backend, t
     """The backend that owns ``module`` and the root modules of the list, if it is one."""
     members = list(module) if isinstance(module, list | tuple) else [module]
     if not members:
-        raise ValueError(f"{call} expects a module or a non-empty list of modules, but got an empty {type(module).__name__}")
+        raise ValueError(
+            f"{call} expects a module or a non-empty list of modules, but got an empty {type(module).__name__}"
+        )
     impl = registry.backend_for(members[0], backend=backend)
     for member in members:
         if not impl.owns(member):
-            raise TypeError(f"{call} expects a module or a list of modules of {impl.name}, but got {type(member).__name__}")
+            raise TypeError(
+                f"{call} expects a module or a list of modules of {impl.name}, but got {type(member).__name__}"
+            )
     return impl, root_modules(impl, members) if len(members) > 1 else tuple(members)
 
 
-def _check_types(
-    impl: Backend, mp_policy: object, offload_policy: object, mesh: object, dp_mesh_dims: object
-) -> None:
+def _check_types(impl: Backend, mp_policy: object, offload_policy: object, mesh: object, dp_mesh_dims: object) -> None:
     if mesh is not None and not impl.is_mesh(mesh):
         raise TypeError(f"expected mesh to be a DeviceMesh, but got {mesh!r}; make one with init_device_mesh")
     # By name too: a script may still import the policies of torch.distributed.fsdp.
@@ -182,4 +191,3 @@ def _mesh_info(impl: Backend, mesh: Any, dims: DataParallelMeshDims | None) -> D
     mesh = impl.default_mesh() if mesh is None else mesh
     validate_mesh(mesh, dims)
     return mesh_info_for(impl, mesh, dims)
-

@@ -1,7 +1,7 @@
 """All that a backend implements. The scheduler decides when; a backend owns every tensor and never decides.
 
-The seam is a param group wide, not a parameter wide: one call moves, registers or reduces everything that travels in one
-collective, so that the cost of the seam does not grow with the number of parameters.
+The seam is a param group wide, not a parameter wide: one call moves, registers or reduces everything that travels in
+one collective, so that the cost of the seam does not grow with the number of parameters.
 """
 
 from __future__ import annotations
@@ -210,7 +210,9 @@ class Backend(Protocol):
     def is_mesh(self, value: object) -> bool: ...
     def device_of(self, mesh: Any) -> Any: ...
     def submesh(self, mesh: Any, dims: DataParallelMeshDims) -> Any:
-        """The data-parallel mesh that ``dims`` picks from ``mesh``: [replicate,] [shard], each flattened to one axis."""
+        """The data-parallel mesh that ``dims`` picks from ``mesh``: [replicate,] [shard], each flattened to one
+        axis.
+        """
         ...
 
     def flatten(self, mesh: Any) -> Any:

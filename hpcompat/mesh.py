@@ -1,6 +1,7 @@
 """Data-parallel meshes as rank arithmetic: which axis shards, which replicates, and the groups that follow.
 
-A mesh is any object with the surface of torch's ``DeviceMesh`` (:class:`DeviceMesh` below); MindSpore's backend brings its own.
+A mesh is any object with the surface of torch's ``DeviceMesh`` (:class:`DeviceMesh` below); MindSpore's backend brings
+its own.
 """
 
 from __future__ import annotations
@@ -138,21 +139,28 @@ def validate_mesh(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None) -
     if names is None:
         raise UserError(
             "Please init the 2D mesh for HSDP with mesh_dim_names specified: axis 0 replicates and axis 1 shards, for "
-            'example mesh_dim_names=("dp_replicate", "dp_shard")'
+            f'example mesh_dim_names=("dp_replicate", "dp_shard"), but got {mesh}'
         )
     _refuse_ambiguous(names)
 
 
 def _validate_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
     if not dims.shard_names and not dims.replicate_names:
-        raise ValueError("At least one of shard or replicate must be set in dp_mesh_dims, but got neither")
+        raise ValueError(
+            f"At least one of shard or replicate must be set in dp_mesh_dims, but got {dims}; name the axes of "
+            "the mesh that are data parallel"
+        )
     if mesh.mesh_dim_names is None:
-        raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided, but got an unnamed mesh")
+        raise ValueError(
+            f"mesh must have mesh_dim_names when dp_mesh_dims is provided, but got an unnamed mesh, {mesh}; pass "
+            "mesh_dim_names to init_device_mesh"
+        )
     named = dims.shard_names + dims.replicate_names
     for name in named:
         if name not in mesh.mesh_dim_names:
             raise ValueError(
-                f"Mesh dim name {name!r} of dp_mesh_dims not found in mesh.mesh_dim_names {mesh.mesh_dim_names}"
+                f"expected dp_mesh_dims to name axes of the mesh, but got {name!r}, not found in mesh.mesh_dim_names "
+                f"{mesh.mesh_dim_names}"
             )
     if len(set(named)) != len(named):
         raise ValueError(f"expected every mesh axis once in dp_mesh_dims, but got {dims}")
@@ -166,9 +174,10 @@ def _refuse_ambiguous(names: tuple[str, ...]) -> None:
         return
     joined = "_".join(names)
     raise ValueError(
-        f"expected a 2D mesh whose axis 0 replicates and whose axis 1 shards, but got axes {names!r}: {culprit!r} says "
-        f"otherwise, and the parameters would be replicated over {names[0]!r} and sharded only over {names[1]!r}. To shard over "
-        f"both, pass the flattened mesh, mesh[{names!r}]._flatten({joined!r}); to pick axes of a full mesh, pass dp_mesh_dims"
+        f"expected a 2D mesh whose axis 0 replicates and whose axis 1 shards, but got axes {names!r}: {culprit!r} "
+        f"says otherwise, and the parameters would be replicated over {names[0]!r} and sharded only over "
+        f"{names[1]!r}. To shard over both, pass the flattened mesh, mesh[{names!r}]._flatten({joined!r}); to pick "
+        "axes of a full mesh, pass dp_mesh_dims"
     )
 
 
@@ -187,7 +196,8 @@ def check_reshard_after_forward(value: object, mesh_size: int) -> bool | int:
         )
     if value < 1 or value > mesh_size or mesh_size % value != 0:
         raise ValueError(
-            f"If passing reshard_after_forward as an int, it should be a factor of {mesh_size}, not {value}"
+            f"If passing reshard_after_forward as an int, it should be a factor of {mesh_size}, but got {value}; "
+            "pass True, False or a divisor of the shard axis"
         )
     if value == 1:
         return False

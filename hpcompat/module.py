@@ -38,14 +38,15 @@ class HSDPModule:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Containers build new containers of their own class when sliced: that must give a plain one.
         original = cls.__mro__[_original_index(cls)]
-        instance = object.__new__(original)
-        instance.__init__(*args, **kwargs)  # type: ignore[misc]
+        instance: Any = object.__new__(original)
+        instance.__init__(*args, **kwargs)
         return instance
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UserError(
-            "FSDP does not support deepcopy. Please use state dict for serialization, or copy the module before wrapping it; "
-            "for an averaged copy (EMA), wrap a second model and update its parameters in place"
+            f"FSDP does not support deepcopy, but got a deepcopy of {type(self).__name__}. Please use state dict for "
+            "serialization, or copy the module before wrapping it; for an averaged copy (EMA), wrap a second model and "
+            "update its parameters in place"
         )
 
     # Parameters
@@ -71,7 +72,9 @@ class HSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether to reshard after forward. Ends the special treatment of a root whose policy was left at ``None``."""
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward should be a bool, but got {reshard_after_forward!r}")
+            raise ValueError(
+                f"reshard_after_forward should be a bool, but got {reshard_after_forward!r}; an int goes to fully_shard"
+            )
         for unit in self._units(recurse):
             unit.auto_reshard_after_forward = False
             for group in unit.groups:
@@ -108,15 +111,17 @@ class HSDPModule:
             group.all_reduce_grads = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last of the step: only then is per-step state cleared. Set it on the root."""
+        """Whether the next backward is the last of the step: only then is per-step state cleared. Set it on the
+        root.
+        """
         _check_bool("is_last_backward", is_last_backward)
         self._unit().iteration.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks; 1.0 is a pure sum.
 
-        The gradient becomes ``scaling_factor * sum over ranks / factor``, the same on FSDP and HSDP meshes and on groups
-        without a premultiplied sum (public reports A27, A28).
+        The gradient becomes ``scaling_factor * sum over ranks / factor``, the same on FSDP and HSDP meshes and on
+        groups without a premultiplied sum (public reports A27, A28).
         """
         if isinstance(factor, bool) or not isinstance(factor, int | float):
             raise TypeError(f"expected the gradient divide factor to be a number, but got {factor!r}")
@@ -128,7 +133,9 @@ class HSDPModule:
     def set_gradient_scaling_factor(self, factor: Any) -> None:
         """Multiply reduced gradients by ``factor``: a number, a one-element tensor, or ``None`` for no scaling."""
         if isinstance(factor, bool | str) or (hasattr(factor, "numel") and factor.numel() != 1):
-            raise TypeError(f"expected the gradient scaling factor to be a number, a one-element tensor or None, but got {factor!r}")
+            raise TypeError(
+                f"expected the gradient scaling factor to be a number, a one-element tensor or None, but got {factor!r}"
+            )
         for group in self._groups(recurse=True):
             group.gradient_scaling_factor = factor
 
@@ -174,7 +181,8 @@ class HSDPModule:
                 info = group.mesh_info
                 if not isinstance(info, FSDPMeshInfo):
                     raise UserError(
-                        f"expected a sharded mesh for a separate reduce-scatter group, but got {info}: it has no reduce-scatter"
+                        f"expected a sharded mesh for a separate reduce-scatter group, but got {info}: it has no "
+                        "reduce-scatter"
                     )
                 if not enable:
                     info.reduce_scatter_process_group = None
@@ -214,7 +222,10 @@ class HSDPModule:
             raise TypeError(f"expected the all-reduce hook to be callable, but got {hook!r}")
         for group in self._only_group("set_all_reduce_hook"):
             if stream is not None and group.is_hsdp:
-                raise ValueError("stream cannot be set when using native HSDP: the hook runs on its all-reduce stream")
+                raise ValueError(
+                    f"stream cannot be set when using native HSDP, but got {stream!r}; leave it out, the hook runs on "
+                    "the all-reduce stream"
+                )
             group.all_reduce_hook = hook
             if stream is not None:
                 group.all_reduce_hook_stream = stream
@@ -235,7 +246,9 @@ class HSDPModule:
         self._set_comms("symm_mem")
 
     def set_post_optim_event(self, event: Any) -> None:
-        """The event that the next forward's gathers wait for, instead of everything on the current stream. Used once."""
+        """The event that the next forward's gathers wait for, instead of everything on the current stream. Used
+        once.
+        """
         self._unit().iteration.post_optim_event = event
 
     def hsdp_sync_stream(self) -> None:
@@ -245,15 +258,19 @@ class HSDPModule:
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: back to a clean iteration (clause 13).
 
-        Waits for what is in flight, drops every pending gradient (unsharded, accumulated without sync, partially reduced),
-        reshards, and forgets the order of the iteration. Gradients already on the shards stay: zero them as usual.
+        Waits for what is in flight, drops every pending gradient (unsharded, accumulated without sync, partially
+        reduced), reshards, and forgets the order of the iteration. Gradients already on the shards stay: zero them as
+        usual.
 
         Raises:
             RuntimeError: not called on the root.
         """
         unit = self._unit()
         if unit.is_root is False:
-            raise RuntimeError(f"reset_iter_state must be called on the root FSDP module, but got {unit.fqn!r}")
+            raise RuntimeError(
+                f"reset_iter_state must be called on the root FSDP module, but got {unit.fqn!r}; call it on the module "
+                "whose forward was run"
+            )
         if unit.is_root is None:
             # Nothing has run forward, but an unshard by hand may be pending.
             for below in self._units(recurse=True):
@@ -269,7 +286,9 @@ class HSDPModule:
     def _unit(self) -> Unit:
         unit = unit_of(self)
         if unit is None:
-            raise RuntimeError(f"expected a wrapped module, but {type(self).__name__} has no unit; call fully_shard on it")
+            raise RuntimeError(
+                f"expected a wrapped module, but {type(self).__name__} has no unit; call fully_shard on it"
+            )
         return unit
 
     def _units(self, recurse: bool) -> Iterator[Unit]:
@@ -292,8 +311,8 @@ class HSDPModule:
         groups = self._unit().groups
         if len(groups) > 1:
             raise ValueError(
-                f"{method} is not supported with multiple param groups: this unit has {len(groups)}, on different meshes, and "
-                "one object could not tell them apart"
+                f"{method} is not supported with multiple param groups, but got {len(groups)} in this unit: one object "
+                "could not tell them apart; give the unit one mesh and comm_fusion=True"
             )
         return groups
 
@@ -301,7 +320,9 @@ class HSDPModule:
         unit = self._unit()
         for group in unit.groups:
             if group.has_custom_comm:
-                raise UserError("expected default communication objects, but a custom one is set; choose one of the two")
+                raise UserError(
+                    "expected default communication objects, but got a custom one; choose one of the two"
+                )
             if kind is None or not isinstance(group.mesh_info, FSDPMeshInfo):
                 group.all_gather_comm = group.reduce_scatter_comm = None
                 continue
@@ -312,7 +333,9 @@ class HSDPModule:
 
 
 class ReplicateModule(HSDPModule):
-    """Mixed in by ``replicate`` as ``Replicate<Original>``: every rank holds whole parameters and gradients are averaged."""
+    """Mixed in by ``replicate`` as ``Replicate<Original>``: every rank holds whole parameters and gradients are
+    averaged.
+    """
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         raise UserError("set_reshard_after_forward does not apply to replicate: its parameters are never sharded")

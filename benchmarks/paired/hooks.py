@@ -1,8 +1,8 @@
 """Where the host's time goes: the functions that each implementation runs around a unit, timed.
 
-The table below names them; to look closer, add rows (a kind may have several functions, and functions may call each other:
-time counts for the innermost one that is listed). A function must be named where its caller looks it up, and a class is patched
-before any model is wrapped, because hooks keep bound methods. Timing one call costs about 0.5 us itself.
+The tables below name them; to look closer, add rows. A kind may have several functions, and functions may call each
+other: time counts for the innermost one that is listed. A function must be named where its caller looks it up, and a
+class is patched before any model is wrapped, because hooks keep bound methods. Timing a call costs some 0.5 us itself.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 COLLECTIVE = "collective"
+WAIT = "wait for collective"
 
 _NATIVE = "torch.distributed.fsdp._fully_shard"
 _NATIVE_STATE = f"{_NATIVE}._fsdp_state:FSDPState"
 _NATIVE_GROUP = f"{_NATIVE}._fsdp_param_group:FSDPParamGroup"
+_OUR_GROUP = "hpcompat.core.param_group:ParamGroup"
 
 _COLLECTIVES: tuple[tuple[str, str], ...] = (
     (COLLECTIVE, "torch.distributed:all_gather_single"),
@@ -40,12 +42,14 @@ HOOKS: dict[str, tuple[tuple[str, str], ...]] = {
         *_COLLECTIVES,
     ),
     "hpcompat": (
-        ("pre-forward", "hpcompat.core.unit:Unit.pre_forward"),
-        ("post-forward", "hpcompat.core.unit:Unit.post_forward"),
+        ("pre-forward", "hpcompat_torch.hooks:before_forward"),
+        ("post-forward", "hpcompat_torch.hooks:after_forward"),
         ("pre-backward", "hpcompat.core.unit:Unit.pre_backward"),
-        ("post-backward", "hpcompat.core.param_group:ParamGroup.post_backward"),
+        ("post-backward", f"{_OUR_GROUP}.post_backward"),
         ("final callback", "hpcompat.core.iteration:Iteration.final_callback"),
         *_COLLECTIVES,
+        (WAIT, "hpcompat_torch.collectives:GatherInFlight.wait"),
+        (WAIT, "hpcompat_torch.collectives:ReductionInFlight._wait_for_work"),
     ),
 }
 """Implementation -> (kind, "module:qualified name") of its functions."""
@@ -58,10 +62,11 @@ STAGES: dict[str, tuple[tuple[str, str], ...]] = {
         ("reduce", f"{_NATIVE}._fsdp_param_group:foreach_reduce"),
     ),
     "hpcompat": (
-        ("unshard", "hpcompat.core.param_group:ParamGroup.unshard"),
-        ("wait for unshard", "hpcompat.core.param_group:ParamGroup.wait_for_unshard"),
-        ("reshard", "hpcompat.core.param_group:ParamGroup.reshard"),
-        ("reduce", "hpcompat.core.param_group:ParamGroup.reduce"),
+        ("unshard", f"{_OUR_GROUP}.unshard"),
+        ("wait for unshard", f"{_OUR_GROUP}.wait_for_unshard"),
+        ("reshard", f"{_OUR_GROUP}.reshard"),
+        ("reduce", f"{_OUR_GROUP}._reduce"),
+        ("reduce", "hpcompat_torch.collectives:ReductionInFlight.complete"),
     ),
 }
 """What the hooks call, for `--profile stages`: the same time, split further."""
@@ -102,10 +107,11 @@ class HookClock:
 
         return timed
 
-    def reset(self) -> None:
-        """Forget what was measured so far."""
-        for kind in self.kinds:
-            self.kinds[kind] = KindTime()
+    def take(self) -> dict[str, KindTime]:
+        """What was measured since the last call; the clock starts again from 0."""
+        taken = self.kinds
+        self.kinds = {kind: KindTime() for kind in taken}
+        return taken
 
 
 @contextmanager

@@ -1,24 +1,24 @@
 """Peak bytes of what an implementation allocates during a step, by one method that knows neither implementation.
 
-A dispatch mode sees every operator of the step (forward, backward, collectives and copies alike; an operator on a DTensor is
-seen as the operators on its local tensor). Every storage that goes in or comes out is remembered by a weak reference, and
-before and after each operator the sizes of all storages still alive are added up. A storage that was resized
-in place counts with its size of that moment, one resized to 0 counts nothing, and one that only waits in a cache for its
-next use counts in full. Left out are the storages that are there anyway: the sharded parameters and the input. The
-allocator's own statistics would not do: on the CPU gloo's threads drop the last reference to buffers, and the profiler misses
-what other threads free.
+A dispatch mode sees every operator of the step (forward, backward, collectives and copies alike; an operator on a
+DTensor is seen as the operators on its local tensor). Every storage that goes in or comes out is remembered by a weak
+reference, and before and after each operator the sizes of all storages still alive are added up. A storage that was
+resized in place counts with its size of that moment, one resized to 0 counts nothing, and one that only waits in a
+cache for its next use counts in full. Left out are the storages that are there anyway: the sharded parameters and the
+input. The profiler's memory events would not do: gloo's threads often drop the last reference to a buffer, and the
+profiler does not see what those threads free.
 
 Two quantities:
 
 `unsharded`: peak bytes of whole parameters and gather buffers. Separated from all else by running the step with frozen
-parameters and one token of input that requires a gradient: both passes gather and free as always, but there are no parameter
-gradients, and activations are a few KB (the `bare` column, which has nothing else).
+parameters and one token of input that requires a gradient: both passes gather and free as always, but there are no
+parameter gradients, and activations are a few KB (the `bare` column, which has nothing else).
 
 `step`: peak bytes of an ordinary training step, in which gradients, reduction buffers and activations count too. `bare`
 is the same for the model without sharding; its own parameters are left out, its gradients are whole.
 
-Peaks are the smallest over a few identical steps (gloo's threads may hold a buffer for a moment longer than its owner), on the rank
-where they are largest.
+Peaks are the smallest over a few identical steps (gloo's threads may hold a buffer for a moment longer than its
+owner), on the rank where they are largest.
 """
 
 from __future__ import annotations

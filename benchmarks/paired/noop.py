@@ -1,8 +1,8 @@
 """Collectives that do nothing, to leave only what the host spends on sharding.
 
-Both implementations look the public functions up on `torch.distributed` at call time, so replacing the module's attributes
-replaces the communication of both. That is checked: the calls are counted, and the sequence number of the process
-group, which every real collective increments, must not move.
+Both implementations look the public functions up on `torch.distributed` at call time, so replacing the module's
+attributes replaces the communication of both. That is checked: the calls are counted, and the sequence number of the
+process group, which every real collective increments, must not move.
 
 The outputs keep whatever was in their memory, so that the numbers of such a step mean nothing (they may be NaN). Its
 speed does not depend on them as long as denormals are flushed, which the workers do.

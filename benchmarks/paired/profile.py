@@ -35,9 +35,8 @@ class _Visits:
     kinds: list[dict[str, KindTime]] = field(default_factory=list)
 
     def run(self, *, num_steps: int, device: torch.device) -> None:
-        self.clock.reset()
-        self.step_seconds.append(_seconds_per_step(self.side, num_steps=num_steps, device=device))
-        self.kinds.append(dict(self.clock.kinds))
+        self.step_seconds.append(_seconds_per_step(self.side, num_steps=num_steps, device=device, clock=self.clock))
+        self.kinds.append(self.clock.take())
 
     def summary(self, *, num_steps: int, num_units: int, bare_seconds: float) -> dict[str, Any]:
         """Microseconds per unit and step."""
@@ -64,8 +63,8 @@ def profile_case(
 ) -> dict[str, Any]:
     """Per side: us per unit and calls per step of each kind of hook, and the rest; all ranks call this together.
 
-    The rest is what a step takes beyond the bare model's step and the listed functions: hook dispatch in `nn.Module` and
-    in autograd, slower modules and gradients, and the two ranks disturbing each other.
+    The rest is what a step takes beyond the bare model's step and the listed functions: hook dispatch in `nn.Module`
+    and in autograd, slower modules and gradients, and the two ranks disturbing each other.
     """
     sharded: tuple[tuple[SideName, str], ...] = (("ours", ours), ("native", "native"))
     bare = make_side(case, name="bare", ours=ours, mesh=mesh, device=device, rank=rank)
@@ -85,17 +84,22 @@ def profile_case(
             for visit in visits.values() if index % 2 == 0 else reversed(visits.values()):
                 visit.run(num_steps=num_steps, device=device)
     sizes = {"num_steps": num_steps, "num_units": case.num_units}
-    return {**sizes, **{name: visit.summary(**sizes, bare_seconds=median(bare_seconds)) for name, visit in visits.items()}}
+    return {
+        **sizes,
+        **{name: visit.summary(**sizes, bare_seconds=median(bare_seconds)) for name, visit in visits.items()},
+    }
 
 
 def _targets(implementation: str, *, detail: Detail) -> tuple[tuple[str, str], ...]:
     return HOOKS.get(implementation, ()) + (STAGES.get(implementation, ()) if detail == "stages" else ())
 
 
-def _seconds_per_step(side: Side, *, num_steps: int, device: torch.device) -> float:
+def _seconds_per_step(side: Side, *, num_steps: int, device: torch.device, clock: HookClock | None = None) -> float:
     dist.barrier()
     side.step()
     synchronize(device)
+    if clock is not None:
+        clock.take()  # the step that warms the caches does not count
     start = time.perf_counter()
     for _ in range(num_steps):
         side.step()

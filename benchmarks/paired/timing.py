@@ -1,9 +1,13 @@
 """Timing of several models by turns, in the processes that hold them all.
 
 A machine's speed drifts by more than the differences looked for, so nothing is timed first and compared later. A round
-visits every lane (one side of one case) once, the next round in the opposite order (A B C, C B A, ...); a visit is a step that
-warms the caches, not timed, and a few timed ones. A step's time is that of its slowest rank. Garbage collection runs between visits,
-never inside. Medians are over all timed steps; the interval of a ratio is a bootstrap over the rounds.
+visits every lane (one side of one case) once, the next round in the opposite order (A B C, C B A, ...); a visit is a
+step that warms the caches, not timed, and a few timed ones. A step's time is that of its slowest rank. Garbage
+collection runs between visits, never inside. Medians are over all timed steps; the interval of a ratio is a bootstrap
+over the rounds.
+
+Next to the time on the clock, the CPU time of the thread that runs the step is kept. On an idle machine both agree
+wherever nothing waits for another rank; on a busy one only CPU time says something about the code.
 """
 
 from __future__ import annotations
@@ -27,19 +31,24 @@ NUM_WARMUP_ROUNDS = 2
 NUM_RESAMPLES = 1000
 
 
+Rounds = list[list[float]]
+"""Seconds: `rounds[round][step]`."""
+
+
 @dataclass
 class Lane:
-    """One side of one case, and the times of its steps on this rank: `seconds[round][step]`."""
+    """One side of one case, and the times of its steps on this rank."""
 
     case: Case
     side_name: SideName
     side: Side
-    seconds: list[list[float]] = field(default_factory=list)
+    wall: Rounds = field(default_factory=list)
+    cpu: Rounds = field(default_factory=list)
     counter: CallCounter = field(default_factory=CallCounter)
     num_steps: int = 0
 
-    def visit(self, *, num_steps: int, device: torch.device) -> list[float]:
-        """One untimed step and `num_steps` timed ones."""
+    def visit(self, *, num_steps: int, device: torch.device) -> None:
+        """One untimed step and `num_steps` timed ones, whose times make a round."""
         context = noop_collectives(self.counter) if self.case.noop_collectives else contextlib.nullcontext()
         dist.barrier()
         before = sequence_number(dist.distributed_c10d._get_default_group())
@@ -51,26 +60,31 @@ class Lane:
                 times = [self._timed_step(device) for _ in range(num_steps)]
         finally:
             gc.enable()
+        self.wall.append([wall for wall, _ in times])
+        self.cpu.append([cpu for _, cpu in times])
         self.num_steps += 1 + num_steps
         if self.case.noop_collectives:
             self._check_silence(before)
-        return times
 
-    def _timed_step(self, device: torch.device) -> float:
+    def _timed_step(self, device: torch.device) -> tuple[float, float]:
         synchronize(device)
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.thread_time()
         self.side.step()
         if not self.case.noop_collectives:
             # Without communication the question is how long the host is busy, not the device.
             synchronize(device)
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.thread_time() - cpu_start
 
     def _check_silence(self, sequence_before: int) -> None:
         num_real = sequence_number(dist.distributed_c10d._get_default_group()) - sequence_before
         if num_real:
-            raise RuntimeError(f"{self.case.name} ({self.side_name}): expected no collective, but got {num_real} real ones")
+            raise RuntimeError(
+                f"{self.case.name} ({self.side_name}): expected no collective, but got {num_real} real ones"
+            )
         if self.side_name != "bare" and dist.get_world_size() > 1 and not self.counter.num_gathers:
-            raise RuntimeError(f"{self.case.name} ({self.side_name}): expected gathers through torch.distributed, got none")
+            raise RuntimeError(
+                f"{self.case.name} ({self.side_name}): expected gathers through torch.distributed, got none"
+            )
 
 
 def synchronize(device: torch.device) -> None:
@@ -86,30 +100,34 @@ def run_rounds(
     for _ in range(NUM_WARMUP_ROUNDS):
         for lane in lanes:
             lane.visit(num_steps=0, device=device)
+    for lane in lanes:
+        lane.wall.clear()
+        lane.cpu.clear()
     gc.collect()
     gc.freeze()
     for index in range(num_rounds):
         for lane in lanes if index % 2 == 0 else reversed(lanes):
-            lane.seconds.append(lane.visit(num_steps=num_steps, device=device))
+            lane.visit(num_steps=num_steps, device=device)
         report(index + 1)
     gc.unfreeze()
     for lane in lanes:
-        lane.seconds = _slowest(lane.seconds, device=device)
+        lane.wall = _slowest(lane.wall, device=device)
+        lane.cpu = _slowest(lane.cpu, device=device)
 
 
-def _slowest(seconds: list[list[float]], *, device: torch.device) -> list[list[float]]:
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+def _slowest(rounds: Rounds, *, device: torch.device) -> Rounds:
+    slowest = torch.tensor(rounds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.tolist()
 
 
 @dataclass(frozen=True)
 class Timings:
-    """The rounds of the three sides of a case, in seconds; `ours[round][step]`."""
+    """The rounds of the three sides of a case."""
 
-    ours: list[list[float]]
-    native: list[list[float]]
-    bare: list[list[float]]
+    ours: Rounds
+    native: Rounds
+    bare: Rounds
 
     def step_ratio(self) -> float:
         return _median(self.ours) / _median(self.native)
@@ -135,10 +153,10 @@ class Timings:
         )
 
 
-def _median(seconds: list[list[float]]) -> float:
-    return median(step for visit in seconds for step in visit)
+def _median(rounds: Rounds) -> float:
+    return median(step for visit in rounds for step in visit)
 
 
-def milliseconds(seconds: list[list[float]]) -> float:
+def milliseconds(rounds: Rounds) -> float:
     """Median over all steps, in ms."""
-    return _median(seconds) * 1e3
+    return _median(rounds) * 1e3

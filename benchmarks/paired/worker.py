@@ -64,7 +64,9 @@ def work(rank: int, settings: Settings, store_path: str, outbox: Outbox) -> None
 
 
 class _Run:
-    def __init__(self, settings: Settings, *, mesh: DeviceMesh, device: torch.device, rank: int, outbox: Outbox) -> None:
+    def __init__(
+        self, settings: Settings, *, mesh: DeviceMesh, device: torch.device, rank: int, outbox: Outbox
+    ) -> None:
         self.settings = settings
         self.cases = [CASES[name] for name in settings.case_names]
         self.device = device
@@ -104,7 +106,10 @@ class _Run:
             report=lambda index: self._progress(f"timing {names}: round {index} of {num_rounds}"),
         )
         return {
-            case.name: {**_row(case, [lane for lane in lanes if lane.case is case]), "losses_equal": equal_losses[case.name]}
+            case.name: {
+                **_row(case, [lane for lane in lanes if lane.case is case]),
+                "losses_equal": equal_losses[case.name],
+            }
             for case in cases
         }
 
@@ -142,28 +147,31 @@ def _losses_are_equal(lanes: list[Lane]) -> bool:
 
 def _row(case: Case, lanes: list[Lane]) -> dict[str, Any]:
     sides = {lane.side_name: lane for lane in lanes}
-    timings = Timings(**{name: lane.seconds for name, lane in sides.items()})
+    wall = Timings(**{name: lane.wall for name, lane in sides.items()})
+    cpu = Timings(**{name: lane.cpu for name, lane in sides.items()})
     statistic: Callable[[Timings], float] = Timings.overhead_ratio if case.ratio_of_overhead else Timings.step_ratio
-    low, high = timings.interval(statistic)
-    times = {f"{name}_ms": milliseconds(lane.seconds) for name, lane in sides.items()}
+    times = {f"{name}_ms": milliseconds(lane.wall) for name, lane in sides.items()}
     row: dict[str, Any] = {
         **times,
-        "ratio": statistic(timings),
-        "ratio_interval": [low, high],
+        "ratio": statistic(wall),
+        "ratio_interval": wall.interval(statistic),
         "ratio_of": "overhead" if case.ratio_of_overhead else "step",
-        "ratio_step": timings.step_ratio(),
-        "ratio_overhead": timings.overhead_ratio(),
+        "ratio_step": wall.step_ratio(),
+        "ratio_overhead": wall.overhead_ratio(),
+        "ratio_cpu": statistic(cpu),
         "ours_overhead_ms": times["ours_ms"] - times["bare_ms"],
         "native_overhead_ms": times["native_ms"] - times["bare_ms"],
+        "cpu_ms": {name: milliseconds(lane.cpu) for name, lane in sides.items()},
         "num_units": case.num_units,
-        "num_timed_steps": sum(len(visit) for visit in timings.ours),
+        "num_timed_steps": sum(len(visit) for visit in wall.ours),
     }
     if case.noop_collectives:
-        row["noop_calls_per_step"] = {
-            name: {
-                "gathers": sides[name].counter.num_gathers / sides[name].num_steps,
-                "reductions": sides[name].counter.num_reductions / sides[name].num_steps,
-            }
-            for name in ("ours", "native")
-        }
+        row["noop_calls_per_step"] = {name: _calls_per_step(sides[name]) for name in ("ours", "native")}
     return row
+
+
+def _calls_per_step(lane: Lane) -> dict[str, float]:
+    return {
+        "gathers": lane.counter.num_gathers / lane.num_steps,
+        "reductions": lane.counter.num_reductions / lane.num_steps,
+    }

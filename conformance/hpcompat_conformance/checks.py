@@ -34,7 +34,9 @@ def check_array(actual: Array | None, expected: Array, *, what: str, ulps: int =
     """Equal shape, dtype and values, up to ``ulps`` units in the last place of the expected dtype."""
     if actual is None:
         raise CheckFailed(f"{what}: expected an array of shape {expected.shape}, but got none")
-    check_equal((actual.shape, str(actual.dtype)), (expected.shape, str(expected.dtype)), what=f"{what}: shape and dtype")
+    check_equal(
+        (actual.shape, str(actual.dtype)), (expected.shape, str(expected.dtype)), what=f"{what}: shape and dtype"
+    )
     distance = ulp_distance(actual, expected)
     if distance.size == 0 or distance.max() <= ulps:
         return
@@ -53,6 +55,26 @@ def check_arrays(
     check_equal(sorted(actual), sorted(expected), what=f"{what}: names")
     for name, array in expected.items():
         check_array(actual[name], array, what=f"{what} of {name}", ulps=ulps)
+
+
+def check_close(
+    actual: Mapping[str, Array | None], expected: Mapping[str, Array], *, what: str, tolerance: float
+) -> None:
+    """Equal names and shapes; no element further off than ``tolerance`` times the largest one of its array."""
+    check_equal(sorted(actual), sorted(expected), what=f"{what}: names")
+    for name, array in expected.items():
+        found = actual[name]
+        if found is None:
+            raise CheckFailed(f"{what} of {name}: expected an array of shape {array.shape}, but got none")
+        check_equal(found.shape, array.shape, what=f"{what} of {name}: shape")
+        error = np.abs(found.astype(np.float64) - array.astype(np.float64))
+        allowed = tolerance * float(np.abs(array).max(initial=0.0))
+        if not (error <= allowed).all():
+            worst = np.unravel_index(int(np.nan_to_num(error, nan=np.inf).argmax()), error.shape)
+            raise CheckFailed(
+                f"{what} of {name}: expected within {allowed:.3g}; worst at {tuple(map(int, worst))}: "
+                f"expected {array[worst]!r}, but got {found[worst]!r}"
+            )
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from functools import cache
 
 from hpcompat_conformance import context as worker_context
 from hpcompat_conformance.impl import Implementation
-from hpcompat_conformance.reference import Reference, refer
+from hpcompat_conformance.reference import Reference
 from hpcompat_conformance.run_context import Context
 
 
@@ -28,12 +28,12 @@ class Skipped:
     capability: str
 
 
-def versions(*, load: str) -> Mapping[str, str]:
+def versions(*, load: Reference) -> Mapping[str, str]:
     """The versions that the implementation reports."""
     return dict(_implementation(load).versions)
 
 
-def execute(*, case: Reference, requires: tuple[str, ...], load: str, seed: int) -> Passed | Skipped:
+def execute(*, case: Reference, requires: tuple[str, ...], load: Reference, seed: int) -> Passed | Skipped:
     """Run the case; whatever it raises is its failure."""
     implementation = _implementation(load)
     try:
@@ -49,9 +49,9 @@ def execute(*, case: Reference, requires: tuple[str, ...], load: str, seed: int)
 
 
 @cache
-def _implementation(load: str) -> Implementation:
+def _implementation(load: Reference) -> Implementation:
     try:
-        implementation = refer(load).resolve()()
+        implementation = load.resolve()()
     except Exception as error:
         raise CaseNotRun(f"expected {load} to load an implementation, but got {error!r}") from error
     assert isinstance(implementation, Implementation)

@@ -3,8 +3,9 @@
     {"implementation": NAME, "gaps": [{"case": ID, "procs": [2, 4], "versions": {"torch": "<2.14"}, "saying": TEXT,
                                        "reason": TEXT, "link": URL}]}
 
-``reason`` and ``link`` are required. ``procs`` limits the gap to these numbers of processes, ``versions`` to these versions of
-packages; ``saying`` is part of the failure's text, so that another failure of the same case is not taken for this one.
+``reason`` and ``link`` are required. ``procs`` limits the gap to these numbers of processes, ``versions`` to these
+versions of packages; ``saying`` is part of the failure's text, so that another failure of the same case is not taken
+for this one.
 """
 
 from __future__ import annotations

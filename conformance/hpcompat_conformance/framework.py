@@ -20,15 +20,18 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as one rank issued it. ``num_elements`` counts the larger of input and output."""
+    """One collective as one rank issued it, over the group of ``ranks``. ``num_elements`` counts the larger of input
+    and output."""
 
     kind: str
-    group_size: int
+    ranks: tuple[int, ...]
     num_elements: int
     dtype: str
 
-    def __str__(self) -> str:
-        return f"{self.kind} of {self.num_elements} {self.dtype} over {self.group_size}"
+    @property
+    def group_size(self) -> int:
+        """The number of ranks in the group."""
+        return len(self.ranks)
 
 
 class Optimizer(Protocol):
@@ -43,6 +46,7 @@ class Framework(Protocol):
     """Modules, parameters and tensors are the framework's own objects, opaque to a case."""
 
     name: str
+    capabilities: frozenset[str]  # dtypes, by name, that it computes and communicates in
 
     def versions(self) -> Mapping[str, str]:
         """Names and versions of the packages in use."""
@@ -87,7 +91,8 @@ class Framework(Protocol):
         """The global shape."""
 
     def is_sharded(self, parameter: Any) -> bool:
-        """Whether this is the distributed form, of which a rank holds its part (with an axis of size 1, that is all)."""
+        """Whether this is the distributed form, of which a rank holds its part (with an axis of size 1, that is
+        all)."""
 
     def local(self, parameter: Any) -> Array:
         """This rank's part of a parameter, gradient or state-dict value."""

@@ -6,7 +6,7 @@ A third party adds its own with an entry point in the group ``hpcompat.conforman
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Protocol
@@ -45,14 +45,14 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Adapter:
-    """``modules`` must be importable; ``worker_setup`` prepares a worker process (see `pool.WorkerPool`); ``load`` is
-    ``"module:function"``, called in the worker, and returns an `Implementation`. Importing the adapter's own module must
-    not import a framework."""
+    """``modules`` must be importable; ``worker_setup`` prepares a worker process (see `pool.WorkerPool`); ``load``, a
+    module-level function or its name ``"module:function"``, is called in the worker. Importing the adapter's own
+    module must not import a framework."""
 
     name: str
     modules: tuple[str, ...]
     worker_setup: str
-    load: str
+    load: str | Callable[[], Implementation]
 
     def missing(self) -> list[str]:
         """The modules that are not installed."""

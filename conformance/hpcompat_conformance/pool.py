@@ -1,10 +1,10 @@
 """Worker processes that stay: a job costs milliseconds, not an import and a rendezvous.
 
-[Note: ways to fail] A job runs on every rank. The pool waits for all answers until the deadline; as soon as one rank has
-raised or died, the others get only a short grace, because they are probably stuck in a collective that will never
+[Note: ways to fail] A job runs on every rank. The pool waits for all answers until the deadline; as soon as one rank
+has raised or died, the others get only a short grace, because they are probably stuck in a collective that will never
 complete. What is reported, in this order: a death (`WorkerDied`), an exception (`JobFailed`), a missed deadline
-(`JobTimeout`), ranks that answered from different places (`RanksDiverged`). Whenever a rank did not answer, or answered from
-another place than the rest, all processes are ended and the next job starts new ones.
+(`JobTimeout`), ranks that answered from different places (`RanksDiverged`). Whenever a rank did not answer, or
+answered from another place than the rest, all processes are ended and the next job starts new ones.
 """
 
 from __future__ import annotations
@@ -145,16 +145,17 @@ class WorkerPool:
     def _collect(self, request: bytes | None, *, deadline: float) -> _Round:
         result = _Round()
         until = time.monotonic() + deadline
-        waiting = {worker.connection: worker for worker in self._workers}
+        waiting: dict[object, Worker] = {worker.connection: worker for worker in self._workers}
         if request is not None:
             for worker in self._workers:
                 _send(worker, request=request)
         while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, until - time.monotonic()))
+            connections = [worker.connection for worker in waiting.values()]
+            ready = wait(connections, timeout=max(0.0, until - time.monotonic()))
             if not ready:
                 break
             for connection in ready:
-                worker = waiting.pop(connection)  # type: ignore[arg-type]
+                worker = waiting.pop(connection)
                 if not _receive(worker, result=result):
                     until = min(until, time.monotonic() + self._grace)
         self._collect_stacks(list(waiting.values()), result=result)

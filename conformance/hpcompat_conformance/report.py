@@ -96,7 +96,8 @@ def totals_text(run: Run) -> str:
 
 
 def write_json(run: Run, *, path: Path) -> None:
-    """``{"impl", "versions", "spec", "totals": {kind: n}, "cases": [{"id", "clause", "procs", "result", "seconds", "message"}]}``"""
+    """``{"impl", "versions", "spec", "totals": {kind: n}, "cases": [{"id", "clause", "procs", "result", "seconds",
+    "message"}]}``"""
     content = {
         "impl": run.implementation,
         "versions": dict(run.versions),

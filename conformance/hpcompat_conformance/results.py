@@ -15,9 +15,9 @@ BAD_KINDS = frozenset({"fail", "error", "timeout", "xpass"})
 class Result:
     """One case on one number of processes.
 
-    ``result``: pass; fail (the case raised); error (it could not be run to its end: an implementation that does not load,
-    a process that died); timeout; skip (the implementation lacks a capability); xfail and xpass (a gap that was expected
-    is there, or is not). ``message`` says more for all but pass.
+    ``result``: pass; fail (the case raised); error (it could not be run to its end: an implementation that does not
+    load, a process that died); timeout; skip (the implementation lacks a capability); xfail and xpass (a gap that was
+    expected is there, or is not). ``message`` says more for all but pass.
     """
 
     id: str

@@ -15,6 +15,7 @@ from hpcompat_conformance.recipes import Recipe, Tied
 from hpcompat_conformance.values import batch_values, token_values
 
 BATCH_ROWS = 2
+VERBS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all-reduce"}
 
 
 @dataclass
@@ -61,8 +62,8 @@ class Context:
         root: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """``fully_shard`` on the submodules ``units`` and then on the model, all with the same options; ``root`` has those
-        that differ there. Notes which parameters each unit got, for `schedule`."""
+        """``fully_shard`` on the submodules ``units`` and then on the model, all with the same options; ``root`` has
+        those that differ there. Notes which parameters each unit got, for `schedule`."""
         mesh = self.mesh() if mesh is None else mesh
         self._units = self._parameters_by_unit(model, units)
         for path in units:
@@ -79,11 +80,24 @@ class Context:
         shape = (BATCH_ROWS, recipe.num_inputs)
         return self.framework.tensor(batch_values(shape, rank=rank, step=step, seed=self.seed))
 
+    def policy(
+        self,
+        *,
+        param_dtype: str | None = None,
+        reduce_dtype: str | None = None,
+        output_dtype: str | None = None,
+        cast_forward_inputs: bool = True,
+    ) -> Any:
+        """A mixed-precision policy with dtypes by name."""
+        names = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype}
+        dtypes = {key: None if name is None else self.framework.dtype(name) for key, name in names.items()}
+        return self.api.MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast_forward_inputs)
+
     # --- running things ---
 
-    def train(self, model: Any, inputs: Any, **forward_options: Any) -> None:
-        """Forward, loss and backward."""
-        self.framework.backward(self.framework.loss(model(inputs, **forward_options)))
+    def train(self, model: Any, inputs: Any, *, scale: float = 1.0, **forward_options: Any) -> None:
+        """Forward, loss times ``scale``, and backward."""
+        self.framework.backward(self.framework.loss(model(inputs, **forward_options)) * scale)
 
     def record(self) -> AbstractContextManager[list[Collective]]:
         """Collect the collectives that this rank issues inside the block."""
@@ -112,19 +126,21 @@ class Context:
         steps: Iterable[int] = (0,),
         divide_by: float | None = None,
         train: Callable[[Any, Any, int], None] | None = None,
-        ranks: Iterable[int] | None = None,
+        **forward_options: Any,
     ) -> dict[str, Array]:
-        """The truth: unsharded, on this rank alone, over the inputs of all ranks and these steps, added up and divided by
-        ``divide_by``, or by the number of ranks. ``train(model, inputs, rank)`` replaces `train`. Parameters that get no
-        gradient are left out."""
-        ranks = range(self.world_size) if ranks is None else ranks
+        """The truth: unsharded, on this rank alone, over the inputs of all ranks and these steps, added up and divided
+        by ``divide_by``, or by the number of ranks. ``train(model, inputs, rank)`` replaces `train`. Parameters that
+        get no gradient are left out."""
+
+        def train_alike(model: Any, inputs: Any, rank: int) -> None:
+            self.train(model, inputs, **forward_options)
+
         model = self.model(recipe)
         total: dict[str, Array] = {}
         for step in steps:
-            for rank in ranks:
+            for rank in range(self.world_size):
                 self.framework.zero_grad(model)
-                run = train or (lambda model, inputs, rank: self.train(model, inputs))
-                run(model, self.inputs(recipe, step=step, rank=rank), rank)
+                (train or train_alike)(model, self.inputs(recipe, step=step, rank=rank), rank)
                 for name, grad in self.gradients(model).items():
                     if grad is not None:
                         total[name] = total.get(name, np.float64(0)) + grad.astype(np.float64)
@@ -134,16 +150,16 @@ class Context:
     # --- schedules ---
 
     def schedule(self, log: Iterable[Collective], *, shard_size: int | None = None) -> list[str]:
-        """Collectives in words, ``"all_gather layers.1 over 4"``: the unit is known by its number of elements, padded as
-        `padded_elements` says. Anything that fits no unit stays a number."""
+        """Collectives in words, as `steps` writes them. A unit is known by its number of elements, padded as
+        `padded_elements` says; what fits no unit is shown by its number."""
         shard_size = self.world_size if shard_size is None else shard_size
         full = {padded_elements(shapes, shard_size): path for path, shapes in self._units.items() if shapes}
         part = {count // shard_size: path for count, path in full.items()}
         words = []
         for event in log:
-            sizes = part if event.kind == "all_reduce" else full
-            unit = sizes.get(event.num_elements, f"{event.num_elements} elements")
-            words.append(f"{event.kind} {unit or 'root'} over {event.group_size}")
+            path = (part if event.kind == "all_reduce" else full).get(event.num_elements)
+            unit = f"<{event.num_elements} elements>" if path is None else path.removeprefix("layers.") or "root"
+            words.append(f"{VERBS.get(event.kind, event.kind)} {unit} over {event.group_size}")
         return words
 
     def _parameters_by_unit(self, model: Any, units: Sequence[str]) -> dict[str, list[tuple[int, ...]]]:
@@ -152,6 +168,13 @@ class Context:
             owner = max((path for path in units if name.startswith(path + ".")), key=len, default="")
             found[owner].append(self.framework.shape(parameter))
         return found
+
+
+def steps(text: str, *, over: int) -> list[str]:
+    """``"gather 0, reduce 0"`` -> ``["gather 0 over 4", "reduce 0 over 4"]``. A bar separates forward from backward
+    for the reader; a step that says its own ``over`` keeps it."""
+    words = [word.strip() for word in text.replace("|", ",").split(",") if word.strip()]
+    return [word if " over " in word else f"{word} over {over}" for word in words]
 
 
 def padded_elements(shapes: Iterable[Sequence[int]], shard_size: int) -> int:

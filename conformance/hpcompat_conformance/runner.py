@@ -13,6 +13,7 @@ from hpcompat_conformance.expected import Gap
 from hpcompat_conformance.failures import JobFailed, JobTimeout, PoolError, RanksDiverged
 from hpcompat_conformance.impl import Adapter
 from hpcompat_conformance.pool import WorkerPool
+from hpcompat_conformance.reference import refer
 from hpcompat_conformance.results import Result, Run
 
 DEFAULT_TIMEOUT = 60.0
@@ -67,7 +68,7 @@ def run(plan: Plan, *, listener: Listener | None = None) -> Run:
             continue
         with WorkerPool(procs, setup=plan.adapter.worker_setup) as pool:
             try:
-                versions = pool.run(execute.versions, load=plan.adapter.load)[0]
+                versions = pool.run(execute.versions, load=refer(plan.adapter.load))[0]
             except PoolError as error:
                 outcomes = _all_not_run(cases, procs=procs, error=error)
             else:
@@ -103,7 +104,7 @@ def _attempt(pool: WorkerPool, *, case: Case, plan: Plan) -> tuple[str, str]:
             deadline=plan.timeout,
             case=case.reference,
             requires=case.requires,
-            load=plan.adapter.load,
+            load=refer(plan.adapter.load),
             seed=plan.seed,
         )
     except JobTimeout as error:

@@ -1,8 +1,8 @@
 """Numbers for models and batches: the same for every framework, rank and run.
 
-[Note: why integers] Parameters and inputs are small integers, so every product and sum that a small model makes of them is exact
-in float32, in whatever order it is added up. A case can therefore demand equal bits without knowing how an
-implementation orders a reduction; only a division by something other than a power of two needs a tolerance.
+[Note: why integers] Parameters and inputs are small integers, so every product and sum that a small model makes of
+them is exact in float32, in whatever order it is added up. A case can therefore demand equal bits without knowing how
+an implementation orders a reduction; only a division by something other than a power of two needs a tolerance.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ def batch_values(shape: Sequence[int], *, rank: int, step: int, seed: int) -> Ar
 def token_values(shape: Sequence[int], *, vocab: int, rank: int, step: int, seed: int) -> Array:
     """int64 array of token ids below ``vocab``."""
     return _integers(("tokens", str(rank), str(step)), shape, low=0, high=vocab - 1, seed=seed).astype(np.int64)
+
+
+def bfloat16_exact(array: Array) -> bool:
+    """Whether every value of a float32 array is one of bfloat16."""
+    return not (np.ascontiguousarray(array, dtype=np.float32).view(np.uint32) & 0xFFFF).any()
 
 
 def _integers(key: Sequence[str], shape: Sequence[int], *, low: int, high: int, seed: int) -> Array:

@@ -2,14 +2,15 @@
 
 [Note: two ways to overlap]
 A device with streams runs collectives and their division, cast and hand-over on side streams: a reduction is completed
-(that is, enqueued whole) as soon as it is submitted, and the current stream waits for its last event at the end of backward.
-A device without streams (CPU) has only work objects. There a collective is issued without waiting, and the rest of the
-reduction runs when its turn comes: at the latest ``max_input_buffers`` reductions later or at the end of backward. Either way
-the collectives are issued in the same order, and gradients are added to a parameter in the same order.
+(that is, enqueued whole) as soon as it is submitted, and the current stream waits for its last event at the end of
+backward. A device without streams (CPU) has only work objects. There a collective is issued without waiting, and the
+rest of the reduction runs when its turn comes: at the latest ``max_input_buffers`` reductions later or at the end of
+backward. Either way the collectives are issued in the same order, and gradients are added to a parameter in the same
+order.
 
 [Note: held gather]
-In forward with streams, the buffer of the last gather is held until the next gather has been copied out, so that this copy
-overlaps the next collective without both using one block of memory.
+In forward with streams, the buffer of the last gather is held until the next gather has been copied out, so that this
+copy overlaps the next collective without both using one block of memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """By what, when and with which reduction a gradient is divided on its way from the ranks to the shard.
 
-The result is always ``scale * sum over the data-parallel ranks / divisor``, where the divisor is the user's factor or, without
-one, the number of data-parallel ranks (``shard_world_size * replicate_world_size``) for ``avg`` and 1 for ``sum``. How the
-division is spread over the path decides the bits, so where native FSDP2 works this module picks what it picks
-(FSDP2 clause 11.1), and where the group has no such reduction it falls back to a sum and one division afterwards.
+The result is always ``scale * sum over the data-parallel ranks / divisor``, where the divisor is the user's factor or,
+without one, the number of data-parallel ranks (``shard_world_size * replicate_world_size``) for ``avg`` and 1 for
+``sum``. How the division is spread over the path decides the bits, so where native FSDP2 works this module picks what
+it picks (FSDP2 clause 11.1), and where the group has no such reduction it falls back to a sum and one division
+afterwards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The event stream: what the scheduler did, in order. Tracing and the conformance suite read it.
 
-An event is ``(name, unit, state)``: the step, the qualified name of the unit (``""`` for the root) and the training state
-in which it happened. The same model gives the same list on every backend.
+An event is ``(name, unit, state)``: the step, the qualified name of the unit (``""`` for the root) and the training
+state in which it happened. The same model gives the same list on every backend.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def init_root(root: Unit) -> None:
     if len(root.modules) > 1:
         raise RuntimeError(
             f"{root.label} requires a single root module but got {len(root.modules)} modules: "
-            f"{[type(module).__name__ for module in root.modules]}; run forward through a module that holds them all and is wrapped"
+            f"{[type(module).__name__ for module in root.modules]}; run forward through a module that holds them all "
+            "and is wrapped"
         )
     units = _collect_units(root)
     _bind_names(root, units)
@@ -90,8 +91,9 @@ def _collect_units(root: Unit) -> list[Unit]:
         if unit not in units:
             if unit is not root and unit.is_root is not None:
                 raise RuntimeError(
-                    f"{root.label} state has already been lazily initialized for {name!r}; run forward through the root "
-                    "module first, or call share_comm_ctx if these are separate roots"
+                    f"expected one root per tree, but got a forward of {root.fqn!r} after one of {name!r}: "
+                    f"{root.label} state has already been lazily initialized for {name!r}; run forward through the "
+                    "root module first"
                 )
             unit.fqn = name
             units.append(unit)
@@ -128,7 +130,8 @@ def _check_single_owner(units: list[Unit]) -> None:
             for uid, name in zip(group.tensors.uids, group.tensors.names, strict=True):
                 if uid in seen:
                     raise ValueError(
-                        f"Parameter {name!r} is shared with a parameter already managed by another FSDP group "
-                        f"({seen[uid]!r}). Put the modules that share it into one unit: fully_shard([module_a, module_b])"
+                        f"expected every parameter in one unit, but got {name!r}, which is shared with a parameter "
+                        f"already managed by another FSDP group ({seen[uid]!r}). Put the modules that share it into "
+                        "one unit: fully_shard([module_a, module_b])"
                     )
                 seen[uid] = name

@@ -1,10 +1,10 @@
 """Where the elements of a parameter go: chunks, padding and offsets. Integers only, no tensors.
 
 [Note: padding]
-A parameter sharded on dim 0 is cut as ``torch.chunk`` cuts: every rank holds ``ceil(rows / world_size)`` rows except the
-last ones, which may hold fewer or none. Each rank stores its chunk padded to the size of chunk 0, so that every rank
-sends the same number of elements and padding never travels as a special case. Because only trailing chunks are short,
-the gathered buffer holds the parameter's elements contiguously, followed by the padding.
+A parameter sharded on dim 0 is cut as ``torch.chunk`` cuts: every rank holds ``ceil(rows / world_size)`` rows except
+the last ones, which may hold fewer or none. Each rank stores its chunk padded to the size of chunk 0, so that every
+rank sends the same number of elements and padding never travels as a special case. Because only trailing chunks are
+short, the gathered buffer holds the parameter's elements contiguously, followed by the padding.
 """
 
 from __future__ import annotations

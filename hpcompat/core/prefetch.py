@@ -42,9 +42,9 @@ def prefetch_backward(units: Iterable[Unit]) -> None:
 def prefetch_previous(group: ParamGroup) -> None:
     """The implicit backward prefetch: whatever ran forward just before ``group`` did.
 
-    A wrong guess costs one gather, dropped at the end of backward. With several groups in a unit only the last but one in
-    backward order prefetches, and it takes all groups of the unit before: late enough to hold no memory for long, early
-    enough to overlap with the reduction of the last group.
+    A wrong guess costs one gather, dropped at the end of backward. With several groups in a unit only the last but one
+    in backward order prefetches, and it takes all groups of the unit before: late enough to hold no memory for long,
+    early enough to overlap with the reduction of the last group.
     """
     if not group.post_forward_indices:
         return  # an earlier backward over the same forward has used them up

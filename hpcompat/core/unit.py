@@ -1,6 +1,7 @@
 """A unit: the module or modules of one ``fully_shard`` call, and what happens around their forward and backward.
 
-The backend's hooks call the four methods ``pre_forward``, ``post_forward``, ``pre_backward`` and ``ParamGroup.post_backward``.
+The backend's hooks call the four methods ``pre_forward``, ``post_forward``, ``pre_backward`` and
+``ParamGroup.post_backward``.
 """
 
 from __future__ import annotations

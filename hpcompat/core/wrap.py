@@ -108,15 +108,17 @@ def _check_module(backend: Backend, module: Any, label: str) -> None:
     unit = unit_of(module)
     if unit is not None:
         if unit.label != label:
-            raise RuntimeError(f"{type(module).__name__} is already managed by `{_call_of(unit.label)}`; wrap it with one of the two")
+            raise RuntimeError(
+                f"{type(module).__name__} is already managed by `{_call_of(unit.label)}`; wrap it with one of the two"
+            )
         raise UserError(
-            f"{_call_of(label)} can only be applied to a module once, but {type(module).__name__} already has it; wrap bottom-up, "
-            "each module in one call"
+            f"{_call_of(label)} can only be applied to a module once, but got {type(module).__name__}, which already "
+            "has it; wrap bottom-up, each module in one call"
         )
     if backend.is_bare_container(module):
         raise ValueError(
-            f"{_call_of(label)} does not support containers that do not implement forward: {type(module).__name__}; wrap its "
-            "members, or pass them as a list"
+            f"{_call_of(label)} does not support containers that do not implement forward, but got "
+            f"{type(module).__name__}; wrap its members, or pass them as a list"
         )
 
 
@@ -166,15 +168,16 @@ def _managed_parameters(backend: Backend, managed: list[Any], options: WrapOptio
                 continue
             if backend.is_scalar(parameter):
                 raise ValueError(
-                    f"{_call_of(options.label)} doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
+                    f"{_call_of(options.label)} doesn't support scalar parameters. Change {name} to a 1D tensor with "
+                    f"numel equal to 1. Expected at least one dim, but got {name} of shape ()"
                 )
             seen.add(parameter)
             parameters.append(parameter)
     strangers = options.replicate_params - seen
     if strangers:
         raise ValueError(
-            f"expected replicate_params to be parameters that this call manages, but got {len(strangers)} that are not in the "
-            "wrapped modules, are ignored, or belong to a unit already"
+            f"expected replicate_params to be parameters that this call manages, but got {len(strangers)} that are "
+            "not in the wrapped modules, are ignored, or belong to a unit already"
         )
     return parameters
 
@@ -193,6 +196,7 @@ def _group_specs(
     groups: dict[Any, tuple[DataParallelMeshInfo, list[Any], list[Any]]] = {}
     replicate_info = _replicate_info(backend, options) if options.replicate_params else None
     for parameter in parameters:
+        info: DataParallelMeshInfo
         if replicate_info is not None and parameter in options.replicate_params:
             info, placement = replicate_info, None
         else:
@@ -228,7 +232,9 @@ def _group_key(info: DataParallelMeshInfo) -> tuple[Any, Any]:
     return shard_group, replicate_group
 
 
-def _check_same_mesh_info(first: DataParallelMeshInfo, other: DataParallelMeshInfo, default: DataParallelMeshInfo) -> None:
+def _check_same_mesh_info(
+    first: DataParallelMeshInfo, other: DataParallelMeshInfo, default: DataParallelMeshInfo
+) -> None:
     # The default one is made inside fully_shard, where the caller cannot name it: it may stand beside the caller's own.
     if first is not other and first is not default and other is not default:
         raise ValueError(
@@ -273,7 +279,8 @@ def post_forward_mesh_info(
     wanted = True if reshard_after_forward is None else reshard_after_forward
     if info.is_spmd_mesh and isinstance(wanted, int) and not isinstance(wanted, bool):
         raise NotImplementedError(
-            f"reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims), but got {wanted!r}; pass a bool"
+            f"reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims), but got {wanted!r}; "
+            "pass a bool"
         )
     size = check_reshard_after_forward(wanted, info.shard_mesh_size)
     if size is False:

@@ -127,7 +127,9 @@ class TorchBackend:
                 raise ValueError(f"expected mp_policy.{name} to be a floating dtype, but got {dtype}")
         if getattr(offload_policy, "pin_memory", False) and not torch.accelerator.is_available():
             raise CapabilityError(
-                backend=self.name, capability="pinned memory", hint="no accelerator here; pass CPUOffloadPolicy(pin_memory=False)"
+                backend=self.name,
+                capability="pinned memory",
+                hint=f"no accelerator here, but got {offload_policy}; pass CPUOffloadPolicy(pin_memory=False)",
             )
 
     def place(self, parameters: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -136,8 +138,8 @@ class TorchBackend:
                 continue
             if isinstance(tensor, DTensor):
                 raise ValueError(
-                    f"Requires DTensor to have mesh of the same type as the FSDP mesh, but got {tensor.device_mesh.device_type} for a DTensor "
-                    f"and {device.type} for FSDP"
+                    "Requires DTensor to have mesh of the same type as the FSDP mesh, but got "
+                    f"{tensor.device_mesh.device_type} for a DTensor and {device.type} for FSDP"
                 )
             if is_traceable_wrapper_subclass(tensor):
                 with torch.no_grad():
@@ -165,5 +167,3 @@ class TorchBackend:
 
     def queue_final_callback(self, callback: Callable[[], None]) -> None:
         hooks.queue_final_callback(callback)
-
-

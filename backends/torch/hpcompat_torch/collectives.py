@@ -1,11 +1,11 @@
-"""Gathers and reductions of flat buffers. When they run is decided by the scheduler; here they are issued and completed.
+"""Gathers and reductions of flat buffers, issued and completed when the scheduler says so.
 
 Collectives are looked up on ``torch.distributed`` at call time, so that tools which wrap those functions see ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,11 +51,15 @@ def reduce_scatter(output: torch.Tensor, input: torch.Tensor, *, group: Any, op:
 
 
 class GatherInFlight:
-    """An all-gather and its flat output, ``[world size, elements per rank]``; ``output`` is ``None`` where nothing travels."""
+    """An all-gather and its flat output, ``[world size, elements per rank]``; ``output`` is ``None`` where nothing
+    travels.
+    """
 
     __slots__ = ("event", "is_async", "output", "source", "work", "world_size")
 
-    def __init__(self, output: torch.Tensor | None, *, source: Any, world_size: int, work: Any = None, event: Any = None) -> None:
+    def __init__(
+        self, output: torch.Tensor | None, *, source: Any, world_size: int, work: Any = None, event: Any = None
+    ) -> None:
         self.output = output
         self.source = source
         self.world_size = world_size
@@ -208,13 +212,6 @@ def _divide(tensor: torch.Tensor, divisor: float | None) -> None:
         tensor.div_(divisor)
 
 
-def reduce_input(grads: list[torch.Tensor], *, allocate: Callable[[int], torch.Tensor], numel: int, world_size: int) -> torch.Tensor:
-    """The flat input ``[world size, per-rank elements]``: each rank's row holds its padded chunk of every gradient, in order."""
-    flat = allocate(numel)
-    torch._chunk_cat(grads, dim=0, num_chunks=world_size, out=flat.view(world_size, -1))
-    return flat
-
-
 class ProcessGroupComm:
     """Default collectives on buffers from the process group's own allocator, if it has one for the device."""
 
@@ -229,7 +226,9 @@ class ProcessGroupComm:
 
 
 class ProcessGroupAllGather(ProcessGroupComm):
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
         return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -245,6 +244,7 @@ def comm_for(kind: str, group: Any) -> tuple[AllGather, ReduceScatter]:
         raise CapabilityError(
             backend="torch",
             capability="symmetric memory",
-            hint=f"buffers of process groups on {dist.get_backend(group)!r} cannot come from symmetric memory in this version; drop the call",
+            hint="process groups take no buffers from symmetric memory in this version, but got one on "
+            f"{dist.get_backend(group)!r}; drop the call",
         )
     return ProcessGroupAllGather(group), ProcessGroupReduceScatter(group)

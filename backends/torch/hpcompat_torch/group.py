@@ -1,16 +1,16 @@
 """The tensors of one param group: the flat shard, the storage of the unsharded parameters, the way between the two.
 
 [Note: layout]
-Shards lie one after another in one flat buffer (padded, see ``hpcompat.core.layout``), so a gather needs no copy-in. The gathered
-buffer is ``[world size, elements per rank]``; copy-out cuts it by columns and puts each parameter's columns, rank after rank, at the
-parameter's place in the unsharded storage. For ``Shard(0)`` that is the parameter already; for a later dim the pieces are
-interleaved. Where parameters of several dtypes travel together, everything travels as bytes. A parameter whose data was
-replaced from outside (``load_state_dict(assign=True)``) keeps its own memory, and its group copies in from then on.
+Shards lie one after another in one flat buffer (padded, see ``hpcompat.core.layout``), so a gather needs no copy-in.
+The gathered buffer is ``[world size, elements per rank]``; copy-out cuts it by columns and puts each parameter's
+columns, rank after rank, at the parameter's place in the unsharded storage. For ``Shard(0)`` that is the parameter
+already; for a later dim the pieces are interleaved. Where parameters of several dtypes travel together, everything
+travels as bytes. A parameter whose data was replaced from outside (``load_state_dict(assign=True)``) keeps its own
+memory, and its group copies in from then on.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from hpcompat.core.layout import ShardLayout, align_up, contiguous_strides, offsets
 from hpcompat.core.states import ShardedState
+from hpcompat_torch import gradients
 from hpcompat_torch import tensors as t
-from hpcompat_torch.collectives import GatherInFlight, ReductionInFlight, all_gather, reduce_input
+from hpcompat_torch.collectives import GatherInFlight, ReductionInFlight, all_gather
 from hpcompat_torch.mesh import spec_with_dtype
 from hpcompat_torch.param import REPLACED, ShardedParam, make_dtensor
 from hpcompat_torch.streams import has_streams, on_stream
@@ -31,24 +32,6 @@ from hpcompat_torch.streams import has_streams, on_stream
 if TYPE_CHECKING:
     from hpcompat.backend import GatherRequest, ReduceRequest, WrapSpec
     from hpcompat.mesh import FSDPMeshInfo
-
-logger = logging.getLogger("hpcompat")
-
-
-class GradientBucket:
-    """Gradients with one reduce dtype and one original dtype."""
-
-    __slots__ = ("grads", "orig_dtype", "params", "reduce_dtype")
-
-    def __init__(self, reduce_dtype: torch.dtype, orig_dtype: torch.dtype) -> None:
-        self.reduce_dtype = reduce_dtype
-        self.orig_dtype = orig_dtype
-        self.params: list[ShardedParam] = []
-        self.grads: list[torch.Tensor] = []
-
-    @property
-    def overflow_risk(self) -> bool:
-        return self.reduce_dtype not in (torch.float32, torch.bfloat16)
 
 
 class GroupTensors:
@@ -121,8 +104,8 @@ class GroupTensors:
     def rebind(self, *, flatten: bool) -> None:
         """Take up parameters that were moved, cast, materialized or assigned since they were sharded.
 
-        ``flatten`` lays the whole group out anew; otherwise a replaced parameter keeps its memory where its size allows, so that
-        a state dict that shares it goes on sharing.
+        ``flatten`` lays the whole group out anew; otherwise a replaced parameter keeps its memory where its size
+        allows, so that a state dict that shares it goes on sharing.
         """
         for param in self.params:
             param.refresh_sharded_param()
@@ -144,7 +127,9 @@ class GroupTensors:
             param.shard_data = local.view(-1)
             return
         if param.dim > 0 and local.numel() != param.padded_numel:
-            raise ValueError(f"expected the shard of {param.name!r} to have shape {param.shard_shape}, but got {tuple(local.shape)}")
+            raise ValueError(
+                f"expected the shard of {param.name!r} to have shape {param.shard_shape}, but got {tuple(local.shape)}"
+            )
         data = self._zeros(param.padded_numel, like=local)
         param.unpad(data).copy_(local)
         param.adopt_shard(data)
@@ -154,11 +139,16 @@ class GroupTensors:
         on_meta = [param.name for param in self.params if param.local_shard.is_meta]
         if on_meta:
             raise RuntimeError(
-                f"FSDP parameters should be materialized from meta device before training, but got parameters on it: {on_meta}; "
-                "call module.to_empty(device=...) and initialize them, or load a state dict with assign=True"
+                "FSDP parameters should be materialized from meta device before training, but got parameters on it: "
+                f"{on_meta}; call module.to_empty(device=...) and initialize them, or load a state dict with "
+                "assign=True"
             )
         if self._offloads:
-            elsewhere = [(param.name, str(param.local_shard.device)) for param in self.params if param.local_shard.device.type != "cpu"]
+            elsewhere = [
+                (param.name, str(param.local_shard.device))
+                for param in self.params
+                if param.local_shard.device.type != "cpu"
+            ]
             if elsewhere:
                 raise RuntimeError(
                     "FSDP parameters should be materialized on CPU when enabling CPU offloading, but got "
@@ -171,7 +161,9 @@ class GroupTensors:
         reduce_dtype = policy.reduce_dtype if policy.reduce_dtype != policy.param_dtype else None
         changed = False
         for param in self.params:
-            dtype = policy.param_dtype if policy.param_dtype and param.orig_dtype.is_floating_point else param.orig_dtype
+            dtype = (
+                policy.param_dtype if policy.param_dtype and param.orig_dtype.is_floating_point else param.orig_dtype
+            )
             changed |= dtype != param.param_dtype
             param.param_dtype, param.reduce_dtype = dtype, reduce_dtype
         if changed:
@@ -189,7 +181,9 @@ class GroupTensors:
     # Unsharded parameters
 
     def _make_unsharded(self) -> None:
-        """Lay the unsharded parameters out in one storage, on the first gather. [Note: one storage, many version counters]"""
+        """Lay the unsharded parameters out in one storage, on the first gather. [Note: one storage, many version
+        counters]
+        """
         sizes = [param.padded_numel * param.world_size * param.param_dtype.itemsize for param in self.params]
         self._starts, end = offsets(sizes, alignment=t.ALIGNMENT_BYTES)
         self._storage_bytes = align_up(end, t.ALIGNMENT_BYTES)
@@ -243,7 +237,9 @@ class GroupTensors:
         return GatherInFlight(output, source=source, world_size=world_size, work=work, event=event)
 
     def _copy_in(self, request: GatherRequest) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gather's output and input. Without a cast the flat shard is the input; else it is copied to this rank's slot."""
+        """The gather's output and input. Without a cast the flat shard is the input; else it is copied to this rank's
+        slot.
+        """
         source, world_size = request.source, request.world_size
         sizes = [self._piece_numel(param, source, world_size) for param in self.params]
         dtype, flat = self._gather_dtype, self._flat
@@ -286,15 +282,17 @@ class GroupTensors:
             self._copy_local(targets)
             return
         columns = targets
-        interleaved = [i for i, param in enumerate(self.params) if param.dim > 0 and gather.source is ShardedState.SHARDED]
+        interleaved = [
+            i for i, param in enumerate(self.params) if param.dim > 0 and gather.source is ShardedState.SHARDED
+        ]
         if interleaved:
             columns = [torch.empty_like(c) if i in interleaved else c for i, c in enumerate(targets)]
-        if self._travels_as_bytes:
-            columns_out = [t.as_bytes(column) for column in columns]
-        else:
-            columns_out = columns
+        columns_out = [t.as_bytes(column) for column in columns] if self._travels_as_bytes else columns
         torch.split_with_sizes_copy(
-            gather.output.view(gather.world_size, -1), [column.size(1) for column in columns_out], dim=1, out=columns_out
+            gather.output.view(gather.world_size, -1),
+            [column.size(1) for column in columns_out],
+            dim=1,
+            out=columns_out,
         )
         for i in interleaved:
             _interleave(columns[i], self.params[i], out=targets[i])
@@ -330,7 +328,8 @@ class GroupTensors:
         for param, start in zip(self.params, self._starts, strict=True):
             if param.spec.unsharded is not None:
                 raise NotImplementedError(
-                    f"Resharding to smaller mesh is not supported for DTensor parameters yet: {param.name!r}; use a bool"
+                    f"Resharding to smaller mesh is not supported for DTensor parameters yet, but got {param.name!r}; "
+                    "use a bool"
                 )
             size = param.post_forward_numel(world_size)
             total = self._view(param, start, (param.padded_numel * param.world_size,))
@@ -348,61 +347,20 @@ class GroupTensors:
     # Gradients
 
     def accumulate_gradients(self) -> None:
-        for param in self.params:
-            kept, unsharded = param.accumulated_grad, param.unsharded_param
-            if kept is not None and unsharded is not None and unsharded.grad is not None:
-                kept += unsharded.grad
-                unsharded.grad = None
+        gradients.accumulate(self.params)
 
     def stash_gradients(self) -> None:
-        for param in self.params:
-            unsharded, dtype = param.unsharded_param, param.reduce_dtype
-            if dtype is None or unsharded is None or unsharded.grad is None or unsharded.grad.dtype == dtype:
-                continue
-            param.accumulated_grad = unsharded.grad.to(dtype)
-            unsharded.grad = None
+        gradients.stash(self.params)
 
-    def take_gradients(self, *, fill_unused: bool) -> list[GradientBucket]:
-        buckets: dict[tuple[torch.dtype, torch.dtype], GradientBucket] = {}
-        for param in self.params:
-            grad = _take_gradient(param, fill_unused=fill_unused)
-            if grad is None:
-                continue
-            key = (param.reduce_dtype or grad.dtype, param.orig_dtype)
-            bucket = buckets.get(key)
-            if bucket is None:
-                bucket = buckets[key] = GradientBucket(*key)
-            bucket.params.append(param)
-            bucket.grads.append(grad)
-        return list(buckets.values())
+    def take_gradients(self, *, fill_unused: bool) -> list[gradients.GradientBucket]:
+        return gradients.take(self.params, fill_unused=fill_unused)
 
     def drop_gradients(self) -> None:
         for param in self.params:
             param.drop_gradients()
 
-    def start_reduce(self, bucket: GradientBucket, request: ReduceRequest) -> ReductionInFlight:
-        world_size, comm = request.shard_world_size, request.comm
-
-        def allocate(numel: int) -> torch.Tensor:
-            if comm is None:
-                return torch.empty(numel, dtype=bucket.reduce_dtype, device=self._device)
-            return comm.allocate((numel,), dtype=bucket.reduce_dtype, device=self._device)  # type: ignore[no-any-return]
-
-        grads = bucket.grads
-        if any(param.dim > 0 for param in bucket.params) and world_size > 1:
-            grads = [_rows_first(grad, param.dim, world_size) for grad, param in zip(grads, bucket.params, strict=True)]
-        if len({grad.dtype for grad in grads}) > 1:
-            grads = [grad.to(bucket.reduce_dtype) for grad in grads]
-        per_rank = sum(param.padded_numel for param in bucket.params)
-        flat = reduce_input(grads, allocate=allocate, numel=per_rank * world_size, world_size=world_size)
-        bucket.grads = []  # the copies are made: let autograd's memory go
-        with on_stream(request.reduce_stream, self._device):
-            output = allocate(per_rank) if world_size > 1 else flat
-        reduction = ReductionInFlight(
-            bucket.params, request=request, orig_dtype=bucket.orig_dtype, input=flat, output=output
-        )
-        reduction.issue(async_op=self._async_reduce)
-        return reduction
+    def start_reduce(self, bucket: gradients.GradientBucket, request: ReduceRequest) -> ReductionInFlight:
+        return gradients.start_reduce(bucket, request, device=self._device, async_op=self._async_reduce)
 
     def wait_for_offload(self) -> None:
         if self._offloads:
@@ -412,30 +370,10 @@ class GroupTensors:
                     param.offload_event = None
 
 
-def _take_gradient(param: ShardedParam, *, fill_unused: bool) -> torch.Tensor | None:
-    """The gradient that is due for ``param``, or ``None``; it is the caller's from then on."""
-    grad = param.accumulated_grad
-    unsharded = param.unsharded_param
-    if grad is not None:
-        param.accumulated_grad = None
-    elif unsharded is not None and unsharded.grad is not None:
-        grad = unsharded.grad
-        unsharded.grad = None
-    elif param.partial_grad is not None or (fill_unused and param.sharded_param.requires_grad):
-        # A partial sum still waits for its all-reduce, or the other ranks may have used the parameter.
-        return param.zero_grad()
-    else:
-        return None
-    return grad if param.spec.unsharded is None and not grad.requires_grad else param.local_grad(grad)
-
-
-def _rows_first(grad: torch.Tensor, dim: int, world_size: int) -> torch.Tensor:
-    """The chunks along ``dim`` stacked along dim 0, so that row blocks go to ranks."""
-    return grad if dim == 0 else torch.cat(grad.chunk(world_size, dim=dim), dim=0)
-
-
 def _interleave(column: torch.Tensor, param: ShardedParam, *, out: torch.Tensor) -> None:
-    """Undo ``Shard(dim > 0)``: rank pieces ``[world, before, chunk, after]`` become ``[before, world, chunk, after]``."""
+    """Undo ``Shard(dim > 0)``: rank pieces ``[world, before, chunk, after]`` become ``[before, world, chunk,
+    after]``.
+    """
     shape, dim = param.layout.padded_shape, param.dim
     before, chunk, after = prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :])
     pieces = column.view(param.world_size, before, chunk, after)

@@ -1,10 +1,11 @@
 """Module hooks and autograd, translated into calls of the scheduler's unit and param groups.
 
 [Note: post-backward]
-A group's post-backward must run when the gradients of the module's inputs are ready, not later: a residual connection around the
-module would delay a plain tensor hook. So each input that requires grad gets a node of its own. For one input, a view and a hook on
-it, which cost a third of a Python autograd function; for several, one function whose backward waits for all of them. If the
-module changes that view in place, the hook is lost and the final callback runs the post-backward instead.
+A group's post-backward must run when the gradients of the module's inputs are ready, not later: a residual connection
+around the module would delay a plain tensor hook. So each input that requires grad gets a node of its own. For one
+input, a view and a hook on it, which cost a third of a Python autograd function; for several, one function whose
+backward waits for all of them. If the module changes that view in place, the hook is lost and the final callback runs
+the post-backward instead.
 """
 
 from __future__ import annotations
@@ -155,9 +156,9 @@ def _attach_pre_backward(unit: Unit, output: Any) -> None:
         owner = hidden_tensor_owner(output)
         if owner is not None:
             raise TypeError(
-                f"expected the output of unit {unit.fqn!r} ({type(unit.modules[0]).__name__}) to hold its tensors in dicts, lists, tuples or "
-                f"dataclasses, but got a {owner} that hides tensors: backward could not gather the parameters. Return the tensors, or make "
-                f"{owner} a dataclass"
+                f"expected the output of unit {unit.fqn!r} ({type(unit.modules[0]).__name__}) to hold its tensors in "
+                f"dicts, lists, tuples or dataclasses, but got a {owner} that hides tensors: backward could not "
+                f"gather the parameters. Return the tensors, or make {owner} a dataclass"
             )
     for tensor in tensors:
         if tensor._base is not None:
@@ -167,8 +168,9 @@ def _attach_pre_backward(unit: Unit, output: Any) -> None:
 
 def _warn_about_view(unit: Unit) -> None:
     warnings.warn(
-        f"the output of unit {unit.fqn!r} ({type(unit.modules[0]).__name__}) is a view: changing it in place (x += y) drops the hook that "
-        "gathers the parameters for backward. Use out-of-place operations, or return output.clone()",
+        f"the output of unit {unit.fqn!r} ({type(unit.modules[0]).__name__}) is a view: changing it in place (x += "
+        "y) drops the hook that gathers the parameters for backward. Use out-of-place operations, or return "
+        "output.clone()",
         UserWarning,
         stacklevel=4,
     )
@@ -197,13 +199,19 @@ class TorchModuleMixin:
         return result
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As ``nn.Module.load_state_dict``; a value for a sharded parameter may be a DTensor of its mesh and placements, or a plain
-        tensor of the global shape (every rank passes the whole tensor) or of this rank's local shape.
+        """As ``nn.Module.load_state_dict``; a value for a sharded parameter may be a DTensor of its mesh and
+        placements, or a plain tensor of the global shape (every rank passes the whole tensor) or of this rank's local
+        shape.
 
         Raises:
             ValueError: a plain tensor has neither shape.
         """
-        owners = {param.sharded_param: param for unit in _units_below(self) for group in unit.groups for param in group.tensors.params}  # type: ignore[attr-defined]
+        owners = {
+            param.sharded_param: param
+            for unit in _units_below(self)
+            for group in unit.groups
+            for param in group.tensors.params
+        }  # type: ignore[attr-defined]
         for unit in _units_below(self):
             for group in unit.groups:
                 group.to_sharded()
@@ -244,5 +252,10 @@ def _to_shard(name: str, value: torch.Tensor, parameter: DTensor, owner: Sharded
             f"{tuple(parameter._local_tensor.shape)}, but got {tuple(value.shape)}"
         )
     return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )

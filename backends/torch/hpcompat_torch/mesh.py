@@ -1,4 +1,6 @@
-"""Device meshes of torch, and the DTensor specs that follow from a parameter, a mesh info and a placement (clause 3)."""
+"""Device meshes of torch, and the DTensor specs that follow from a parameter, a mesh info and a placement (clause
+3).
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def _pick(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
     if not hasattr(DeviceMesh, "_concatenate"):
         raise CapabilityError(
-            backend="torch", capability="mesh concatenation", hint=f"torch {torch.__version__} cannot join meshes; use 2.10 or newer"
+            backend="torch",
+            capability="mesh concatenation",
+            hint=f"torch {torch.__version__} cannot join meshes; use 2.10 or newer",
         )
     return DeviceMesh._concatenate(meshes)
 
@@ -81,8 +85,9 @@ def sharding_spec(parameter: torch.Tensor, name: str, info: DataParallelMeshInfo
     if not isinstance(parameter, DTensor):
         if info.is_spmd_mesh:
             raise ValueError(
-                "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh, but got plain tensor for "
-                f"parameter {name!r}; distribute the module first (distribute_module), or pass only the data-parallel mesh"
+                "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh, but got plain "
+                f"tensor for parameter {name!r}; distribute the module first (distribute_module), or pass only the "
+                "data-parallel mesh"
             )
         meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
         return ShardingSpec(DTensorSpec(info.mesh, _data_parallel_placements(info, Shard(shard_dim)), tensor_meta=meta))
@@ -105,7 +110,8 @@ def _shard_inside(shard_dim: int, split_factor: int) -> Placement:
 def _tensor_parallel_spec(spec: DTensorSpec, name: str, info: DataParallelMeshInfo, shard_dim: int) -> ShardingSpec:
     if len(spec.placements) > 2:
         raise NotImplementedError(
-            f"FSDP only supports 1D TP/EP or 2D EP+TP, but got parameter {name!r} with placements {spec.placements}"
+            f"FSDP only supports 1D TP/EP or 2D EP+TP, but got parameter {name!r} with placements "
+            f"{spec.placements}; pass the full mesh and dp_mesh_dims"
         )
     shard = _shard_inside(shard_dim, spec.num_shards_map[shard_dim])
     placements = (*_data_parallel_placements(info, shard), *spec.placements)
@@ -117,16 +123,19 @@ def _spmd_spec(spec: DTensorSpec, name: str, info: DataParallelMeshInfo, shard_d
     mesh, dims = spec.mesh, info.dp_mesh_dims
     if mesh is not info.spmd_mesh:
         raise ValueError(
-            f"Expected the mesh of parameter {name!r} to be the same mesh passed to fully_shard, but got {mesh} instead of {info.spmd_mesh}"
+            f"Expected the mesh of parameter {name!r} to be the same mesh passed to fully_shard, but got {mesh} "
+            f"instead of {info.spmd_mesh}; distribute the parameters on that very mesh"
         )
-    assert dims is not None and mesh.mesh_dim_names is not None
+    assert dims is not None
+    assert mesh.mesh_dim_names is not None
     axis_of = {axis_name: axis for axis, axis_name in enumerate(mesh.mesh_dim_names)}
     shard_axes = [axis_of[axis_name] for axis_name in dims.shard_names]
     replicate_axes = [axis_of[axis_name] for axis_name in dims.replicate_names]
     for axis in shard_axes + replicate_axes:
         if not isinstance(spec.placements[axis], Replicate):
             raise ValueError(
-                f"Expected Replicate() on DP axis {mesh.mesh_dim_names[axis]!r} of parameter {name!r}, but got {spec.placements[axis]}"
+                f"Expected Replicate() on DP axis {mesh.mesh_dim_names[axis]!r} of parameter {name!r}, but got "
+                f"{spec.placements[axis]}; leave it whole there: fully_shard shards it"
             )
     placements = list(spec.placements)
     for axis in shard_axes:

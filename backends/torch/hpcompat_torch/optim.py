@@ -33,7 +33,8 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     ]
     if stale:
         raise ValueError(
-            f"expected {type(optimizer).__name__} to hold sharded parameters, but got {len(stale)} that fully_shard has replaced "
-            f"({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): the step would train nothing. Create the optimizer after wrapping"
+            f"expected {type(optimizer).__name__} to hold sharded parameters, but got {len(stale)} that fully_shard "
+            f"has replaced ({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): the step would train nothing. "
+            "Create the optimizer after wrapping"
         )
     _checked.add(optimizer)

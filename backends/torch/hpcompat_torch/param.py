@@ -1,8 +1,8 @@
 """One parameter and its representations: original, shard, unsharded, and the gradients of the last two.
 
-The original parameter is what the module held before wrapping; the sharded parameter is a DTensor over this rank's shard; the
-unsharded parameter is what forward and backward compute with. The tensors of all parameters of a group are laid out together in
-:mod:`hpcompat_torch.group`; this file knows one parameter's shapes, spec and places.
+The original parameter is what the module held before wrapping; the sharded parameter is a DTensor over this rank's
+shard; the unsharded parameter is what forward and backward compute with. The tensors of all parameters of a group are
+laid out together in :mod:`hpcompat_torch.group`; this file knows one parameter's shapes, spec and places.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class ShardedParam:
         return flat.view(self.layout.padded_shape).narrow(self.dim, 0, self.shard_shape[self.dim])
 
     def adopt_shard(self, flat: torch.Tensor) -> None:
-        """Make the sharded parameter live in ``flat`` (padded, already filled); the parameter object stays if there is one."""
+        """Make the sharded parameter live in ``flat`` (padded, already filled); the parameter object stays if there is
+        one.
+        """
         self.shard_data = flat
         local = self.unpad(flat)
         if hasattr(self, "sharded_param"):
@@ -112,8 +114,8 @@ class ShardedParam:
         if current is not self.sharded_param:
             if not isinstance(current, DTensor):
                 raise TypeError(
-                    f"expected parameter {self.name!r} to stay a DTensor, but got {type(current).__name__}; assign a DTensor with the "
-                    "sharded parameter's mesh and placements, or load with load_state_dict"
+                    f"expected parameter {self.name!r} to stay a DTensor, but got {type(current).__name__}; assign a "
+                    "DTensor with the sharded parameter's mesh and placements, or load with load_state_dict"
                 )
             self.sharded_param = current
             self.register(current)
@@ -148,7 +150,10 @@ class ShardedParam:
             if isinstance(grad, AsyncCollectiveTensor):
                 grad = grad.wait()
             if not isinstance(grad, DTensor):
-                raise TypeError(f"expected the gradient of {self.name!r} to be a DTensor like the parameter, but got {type(grad).__name__}")
+                raise TypeError(
+                    f"expected the gradient of {self.name!r} to be a DTensor like the parameter, but got "
+                    f"{type(grad).__name__}"
+                )
             wanted = tuple(
                 grad.placements[axis] if axis in self.spec.data_parallel_dims else placement
                 for axis, placement in enumerate(spec.placements)
@@ -166,7 +171,9 @@ class ShardedParam:
 
     def to_offload(self, grad: torch.Tensor, *, stream: Any) -> torch.Tensor:
         """A copy of ``grad`` in CPU memory; overlapped only if nothing on the CPU reads it during backward."""
-        is_read_now = self.sharded_param.grad is not None or getattr(self.sharded_param, "_post_accumulate_grad_hooks", None)
+        is_read_now = self.sharded_param.grad is not None or getattr(
+            self.sharded_param, "_post_accumulate_grad_hooks", None
+        )
         non_blocking = self.pin_memory and not is_read_now
         copy = grad.to(torch.device("cpu"), non_blocking=non_blocking)
         if non_blocking:
@@ -174,13 +181,16 @@ class ShardedParam:
         return copy
 
     def deliver(self, grad: torch.Tensor, *, to_main_grad: bool) -> None:
-        """Put the reduced gradient (a view of the reduction's output) on the sharded parameter, or add it to what is there."""
+        """Put the reduced gradient (a view of the reduction's output) on the sharded parameter, or add it to what is
+        there.
+        """
         parameter = self.sharded_param
         existing = getattr(parameter, "main_grad", None) if to_main_grad else parameter.grad
         if existing is not None:
             if not isinstance(existing, DTensor):
                 raise TypeError(
-                    f"expected the gradient of sharded parameter {self.name!r} to be a DTensor or None, but got {type(existing).__name__}"
+                    f"expected the gradient of sharded parameter {self.name!r} to be a DTensor or None, but got "
+                    f"{type(existing).__name__}"
                 )
             existing._local_tensor += grad
         elif to_main_grad:
@@ -213,18 +223,21 @@ def _shard_dim(parameter: nn.Parameter, name: str, placement: Any) -> int:
     dim: int = placement.dim
     normalized = dim + parameter.ndim if dim < 0 else dim
     if not 0 <= normalized < parameter.ndim:
-        raise UserError(f"Shard dim {dim} is invalid for {parameter.ndim}D tensor: parameter {name!r} of shape {tuple(parameter.shape)}")
+        raise UserError(
+            f"Shard dim {dim} is invalid for {parameter.ndim}D tensor: expected a dim from {-parameter.ndim} to "
+            f"{parameter.ndim - 1}, but got it for parameter {name!r} of shape {tuple(parameter.shape)}"
+        )
     return normalized
 
 
 def _check_shardable(local: torch.Tensor, name: str, layout: ShardLayout) -> None:
     if not local.is_contiguous():
         raise NotImplementedError(
-            f"FSDP does not support non-contiguous parameters yet: {name!r} has shape {tuple(local.shape)} and stride {local.stride()}; "
-            "make it contiguous before wrapping"
+            f"FSDP does not support non-contiguous parameters yet, but got {name!r} of shape {tuple(local.shape)} and "
+            f"stride {local.stride()}; make it contiguous before wrapping"
         )
     if layout.dim > 0 and not layout.is_even:
         raise NotImplementedError(
-            f"FSDP does not support uneven sharding on dim {layout.dim}: {name!r} has shape {layout.shape} (world size: "
-            f"{layout.world_size}); shard it on dim 0, where any size works"
+            f"FSDP does not support uneven sharding on dim {layout.dim}, but got {name!r} of shape {layout.shape} "
+            f"(world size: {layout.world_size}); shard it on dim 0, where any size works"
         )

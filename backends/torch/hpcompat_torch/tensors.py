@@ -1,10 +1,11 @@
 """Storage and views: allocate, free, view, cast.
 
 [Note: one storage, many version counters]
-The unsharded parameters of a group live in one storage. It is allocated and freed by resizing, so that tensors which autograd
-saved stay valid when the parameters are gathered again. Each parameter is made by ``set_`` on that storage, not as a view of a
-flat tensor: views share a version counter, and an in-place update of one parameter would then look to autograd like one of all.
-For the same reason filling the storage through other tensors leaves the parameters' counters alone.
+The unsharded parameters of a group live in one storage. It is allocated and freed by resizing, so that tensors which
+autograd saved stay valid when the parameters are gathered again. Each parameter is made by ``set_`` on that storage,
+not as a view of a flat tensor: views share a version counter, and an in-place update of one parameter would then look
+to autograd like one of all. For the same reason filling the storage through other tensors leaves the parameters'
+counters alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def new_storage(num_bytes: int, *, device: torch.device) -> torch.UntypedStorage
 def view_storage(
     storage: torch.UntypedStorage, *, offset_bytes: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A tensor on ``storage`` with a version counter of its own. ``offset_bytes`` must be a multiple of the item size."""
+    """A tensor on ``storage`` with a version counter of its own. ``offset_bytes`` must be a multiple of the item
+    size.
+    """
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     return tensor.set_(storage, offset_bytes // dtype.itemsize, tuple(shape), tuple(stride))
 

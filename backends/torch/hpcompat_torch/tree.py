@@ -26,7 +26,9 @@ def map_tensors(fn: TensorFn, value: Any, _depth: int = 0) -> Any:
     if isinstance(value, _ATOMS):
         return value
     if _depth > _MAX_DEPTH:
-        raise ValueError(f"expected a finitely nested input or output, but got {type(value).__name__} over {_MAX_DEPTH} levels deep")
+        raise ValueError(
+            f"expected a finitely nested input or output, but got {type(value).__name__} over {_MAX_DEPTH} levels deep"
+        )
     if isinstance(value, dict):
         mapped = {key: map_tensors(fn, item, _depth + 1) for key, item in value.items()}
         if all(mapped[key] is item for key, item in value.items()):
@@ -68,8 +70,8 @@ def _map_dataclass(fn: TensorFn, value: Any, depth: int) -> Any:
         return dataclasses.replace(value, **changes)
     except TypeError as error:
         raise TypeError(
-            f"expected {type(value).__name__} to be rebuilt by dataclasses.replace, but got {error}; dataclasses that go in or out of "
-            "a wrapped module must allow that"
+            f"expected {type(value).__name__} to be rebuilt by dataclasses.replace, but got {error}; dataclasses that "
+            "go in or out of a wrapped module must allow that"
         ) from error
 
 
@@ -96,7 +98,9 @@ def hidden_tensor_owner(value: Any, _depth: int = 0) -> str | None:
         children = list(value.values())
     elif isinstance(value, list | tuple | set | frozenset):
         children = list(value)
-        if isinstance(value, set | frozenset) and any(isinstance(c, torch.Tensor) and c.requires_grad for c in children):
+        if isinstance(value, set | frozenset) and any(
+            isinstance(c, torch.Tensor) and c.requires_grad for c in children
+        ):
             return type(value).__name__
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         children = [getattr(value, field.name) for field in dataclasses.fields(value)]

@@ -17,9 +17,8 @@ ADAPTER = Adapter(
 def load() -> Implementation:
     """Runs in a worker."""
     import hpcompat
-
     from hpcompat_conformance.on_torch.framework import TorchFramework
 
     framework = TorchFramework()
     versions = {"hpcompat": version("hpcompat"), **framework.versions()}
-    return Implementation(hpcompat, framework, api_capabilities(hpcompat), versions)
+    return Implementation(hpcompat, framework, api_capabilities(hpcompat) | framework.capabilities, versions)

@@ -19,4 +19,4 @@ def load() -> Implementation:
     from hpcompat_conformance.on_torch.framework import TorchFramework
 
     framework = TorchFramework()
-    return Implementation(fsdp, framework, api_capabilities(fsdp), framework.versions())
+    return Implementation(fsdp, framework, api_capabilities(fsdp) | framework.capabilities, framework.versions())

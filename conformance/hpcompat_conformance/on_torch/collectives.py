@@ -83,4 +83,5 @@ def _recording(
 def _describe(kind: str, *, sized: Any, group: Any) -> Collective:
     tensors: list[torch.Tensor] = [sized] if isinstance(sized, torch.Tensor) else list(sized)
     num_elements = sum(tensor.numel() for tensor in tensors)
-    return Collective(kind, dist.get_world_size(group), num_elements, dtype_name(tensors[0].dtype))
+    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    return Collective(kind, ranks, num_elements, dtype_name(tensors[0].dtype))

@@ -22,6 +22,7 @@ class TorchFramework:
     """Distributed parameters are DTensors."""
 
     name = "torch"
+    capabilities = frozenset({"bfloat16", "float16"})
 
     def versions(self) -> Mapping[str, str]:
         return {"torch": torch.__version__, "numpy": np.__version__}
@@ -41,8 +42,9 @@ class TorchFramework:
     def array(self, tensor: torch.Tensor) -> Array:
         if isinstance(tensor, DTensor):
             raise TypeError("expected a plain tensor, but got a DTensor: use local() or full()")
-        tensor = tensor.detach()
-        return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy().copy()
+        # A copy first: a storage that numpy has seen can no longer be resized, so its unit could not free it.
+        tensor = tensor.detach().clone()
+        return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
     def mesh(self, shape: Sequence[int], *, axis_names: Sequence[str] | None = None) -> DeviceMesh:
         return init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(axis_names) if axis_names else None)

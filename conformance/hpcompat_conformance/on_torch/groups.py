@@ -1,9 +1,10 @@
 """Process groups that outlive a job.
 
-[Note: why groups are reused, not destroyed] Making a gloo group costs some 20 ms, more than a small case. Destroying one
-breaks later jobs: DTensor caches the specs of its operators' outputs by mesh *value*, and a cached spec holds the mesh object,
-hence the group names, of the job that met it first. So a group that a job asked for goes back on the shelf when the job
-ends, and the next request for the same ranks takes it from there. Within one job, two requests give two groups.
+[Note: why groups are reused, not destroyed] Making a gloo group costs some 20 ms, more than a small case. Destroying
+one breaks later jobs: DTensor caches the specs of its operators' outputs by mesh *value*, and a cached spec holds the
+mesh object, hence the group names, of the job that met it first. So a group that a job asked for goes back on the
+shelf when the job ends, and the next request for the same ranks takes it from there. Within one job, two requests
+give two groups.
 """
 
 from __future__ import annotations

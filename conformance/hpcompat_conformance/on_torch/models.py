@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ class ChainModel(nn.Module):
     def __init__(self, recipe: Chain) -> None:
         super().__init__()
         sizes = recipe.sizes
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.scale = nn.Parameter(torch.empty(sizes[-1])) if recipe.own else None
         self.order = tuple(recipe.order if recipe.order is not None else range(len(self.layers)))
 
@@ -65,14 +67,19 @@ class ProbeModel(nn.Module):
         self.seen: dict[str, str] = {}
 
     def forward(self, x: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
-        weight = self.layers[0].weight
+        weight: torch.Tensor = self.layers[0].weight  # type: ignore[assignment]
         self.seen = {"input": dtype_name(x.dtype), "weight": dtype_name(weight.dtype)}
         if side is not None:
             self.seen["side"] = dtype_name(side.dtype)
         return self.layers[0](x.to(weight.dtype))
 
 
-_MODELS = {Chain: ChainModel, Branches: BranchesModel, Tied: TiedModel, Probe: ProbeModel}
+_MODELS: dict[type, Callable[[Any], nn.Module]] = {
+    Chain: ChainModel,
+    Branches: BranchesModel,
+    Tied: TiedModel,
+    Probe: ProbeModel,
+}
 
 
 def build(recipe: Recipe, *, seed: int) -> nn.Module:

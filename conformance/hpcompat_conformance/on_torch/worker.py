@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from hpcompat_conformance.on_torch import groups
 from hpcompat_conformance.context import WorkerContext
+from hpcompat_conformance.on_torch import groups
 
 
 def set_up(context: WorkerContext) -> Callable[[], dict[str, int]]:
@@ -46,8 +46,8 @@ def _collect_garbage() -> None:
 
 
 def _store(context: WorkerContext) -> dist.Store:
-    """A TCP store on a port that the system chose. The other ranks learn it through a file: a port picked beforehand may be
-    taken by the time it is used."""
+    """A TCP store on a port that the system chose. The other ranks learn it through a file: a port picked beforehand
+    may be taken by the time it is used."""
     port_file = dist.FileStore(str(context.scratch / "port"), context.world_size)
     if context.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, context.world_size, is_master=True, wait_for_workers=False)

@@ -17,8 +17,8 @@ LEVELS = ("must", "should", "extension")
 
 @dataclass(frozen=True)
 class Clause:
-    """``id`` is ``<group's three letters>-<number>``; ids are never reused. ``source`` says where the behaviour is taken
-    from."""
+    """``id`` is ``<group's three letters>-<number>``; ids are never reused. ``source`` says where the behaviour is
+    taken from."""
 
     id: str
     group: str

@@ -1,8 +1,9 @@
 """Rank side: what a model sends over the wire, in order.
 
-[Note: two ways of looking] The dispatcher sees every collective, whoever issued it and through whatever function; it does not show
-the reduction's operator. The public functions of `torch.distributed` do, and calling them there, looked up at call time, is part of
-the contract. So the operator is taken from the public call around the dispatched one and is `unseen` if there is none.
+[Note: two ways of looking] The dispatcher sees every collective, whoever issued it and through whatever function, but
+it does not show the reduction's operator. The public functions of `torch.distributed` do, and calling those, looked up
+at call time, is part of the contract. So the operator is that of the public call around the dispatched one, and
+`unseen` if there is none.
 """
 
 from __future__ import annotations

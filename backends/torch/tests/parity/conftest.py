@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from hpcompat_conformance.pool import PoolSet
 from hpcompat_conformance.pytest_plugin import pool as pool
-
 from parity.combos import Combo
 from parity.running import Compare
 

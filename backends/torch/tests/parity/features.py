@@ -1,4 +1,4 @@
-"""Models of single features: forward patterns, containers, activation checkpointing, meta-device init, DTensor parameters.
+"""Models of single features: forward patterns, containers, activation checkpointing, meta-device init.
 
 Same form as `parity.models.MODELS`; each is compared with native FSDP2 in a few combinations, not in the whole product.
 """
@@ -197,3 +197,6 @@ FEATURES: dict[str, ModelCase] = {
         checkpointed(reentrant=True, inside=True),
     )
 }
+
+PATTERNS = tuple(name for name in FEATURES if name != "unused")
+"""All but the one whose gradients are sometimes missing."""

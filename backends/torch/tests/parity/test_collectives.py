@@ -6,10 +6,10 @@ import os
 from collections import Counter
 
 import pytest
-from hpcompat_conformance.pool import PoolSet
 
+from hpcompat_conformance.pool import PoolSet
 from parity.combos import MESH_SHAPES, POLICIES, Combo, identity, reshard_choices
-from parity.test_features import PATTERNS
+from parity.features import PATTERNS
 
 NAMES = (os.environ.get("PARITY_OURS", "hpcompat"), "native")
 

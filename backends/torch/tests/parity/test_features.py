@@ -1,4 +1,4 @@
-"""Single features, bit for bit against native FSDP2: forward patterns, containers, checkpointing, meta, DTensor parameters."""
+"""Single features, bit for bit against native FSDP2: forward patterns, checkpointing, meta device, DTensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from parity.checks import check_substance, failures
 from parity.combos import Combo, identity
+from parity.features import PATTERNS
 from parity.running import Compare
 
 SETTINGS = [
@@ -15,18 +16,6 @@ SETTINGS = [
     (4, "fsdp", 2, "fp32", 1),
     (4, "hsdp", True, "fp16", 4),
 ]
-PATTERNS = [
-    "twice",
-    "two-forwards",
-    "containers",
-    "meta",
-    "meta-assigned",
-    "checkpoint-around-saved-hooks",
-    "checkpoint-around-reentrant",
-    "checkpoint-inside-saved-hooks",
-    "checkpoint-inside-reentrant",
-]
-
 COMBOS = [
     *(Combo(model, *setting) for model in PATTERNS for setting in SETTINGS),
     *(Combo("unused", *setting) for setting in SETTINGS if setting[-2] != "bf16"),

@@ -28,9 +28,9 @@ def implementation(name: str) -> ModuleType:
 
 
 @functools.cache
-def mesh_of(combo: Combo) -> DeviceMesh:
-    """One mesh object per kind, kept for good: torch caches DTensor specs by mesh value, with the mesh object inside."""
-    return init_device_mesh("cpu", combo.mesh_shape, mesh_dim_names=combo.mesh_axes)
+def named_mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+    """One mesh object per kind and process: torch caches DTensor specs by mesh value, with the mesh object inside."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=axes)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def sharded(model: ModelCase, combo: Combo, name: str) -> nn.Module:
     module = model.build(combo.seed)
     source = implementation(name)
     kwargs = wrap_kwargs(source, combo)
-    model.wrap(module, source.fully_shard, mesh=mesh_of(combo), **kwargs)
+    model.wrap(module, source.fully_shard, mesh=named_mesh(combo.mesh_shape, combo.mesh_axes), **kwargs)
     after_wrap(source, combo, module)
     return module
 

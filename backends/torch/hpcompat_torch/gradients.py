@@ -1,0 +1,120 @@
+"""Gradients of a param group between autograd and shards: keep, accumulate, bucket, lay out, hand to the reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpcompat_torch.collectives import ReductionInFlight
+from hpcompat_torch.streams import on_stream
+
+if TYPE_CHECKING:
+    from hpcompat.backend import ReduceRequest
+    from hpcompat_torch.param import ShardedParam
+
+
+class GradientBucket:
+    """Gradients with one reduce dtype and one original dtype."""
+
+    __slots__ = ("grads", "orig_dtype", "params", "reduce_dtype")
+
+    def __init__(self, reduce_dtype: torch.dtype, orig_dtype: torch.dtype) -> None:
+        self.reduce_dtype = reduce_dtype
+        self.orig_dtype = orig_dtype
+        self.params: list[ShardedParam] = []
+        self.grads: list[torch.Tensor] = []
+
+    @property
+    def overflow_risk(self) -> bool:
+        return self.reduce_dtype not in (torch.float32, torch.bfloat16)
+
+
+def accumulate(params: Sequence[ShardedParam]) -> None:
+    """Add new gradients to kept ones."""
+    for param in params:
+        kept, unsharded = param.accumulated_grad, param.unsharded_param
+        if kept is not None and unsharded is not None and unsharded.grad is not None:
+            kept += unsharded.grad
+            unsharded.grad = None
+
+
+def stash(params: Sequence[ShardedParam]) -> None:
+    """Keep new gradients in the reduce dtype where that is another one; autograd adds up the others itself."""
+    for param in params:
+        unsharded, dtype = param.unsharded_param, param.reduce_dtype
+        if dtype is None or unsharded is None or unsharded.grad is None or unsharded.grad.dtype == dtype:
+            continue
+        param.accumulated_grad = unsharded.grad.to(dtype)
+        unsharded.grad = None
+
+
+def take(params: Sequence[ShardedParam], *, fill_unused: bool) -> list[GradientBucket]:
+    """Every gradient that is due, in buckets; the parameters no longer hold them."""
+    buckets: dict[tuple[torch.dtype, torch.dtype], GradientBucket] = {}
+    for param in params:
+        grad = _take_one(param, fill_unused=fill_unused)
+        if grad is None:
+            continue
+        key = (param.reduce_dtype or grad.dtype, param.orig_dtype)
+        bucket = buckets.get(key)
+        if bucket is None:
+            bucket = buckets[key] = GradientBucket(*key)
+        bucket.params.append(param)
+        bucket.grads.append(grad)
+    return list(buckets.values())
+
+
+def _take_one(param: ShardedParam, *, fill_unused: bool) -> torch.Tensor | None:
+    grad = param.accumulated_grad
+    unsharded = param.unsharded_param
+    if grad is not None:
+        param.accumulated_grad = None
+    elif unsharded is not None and unsharded.grad is not None:
+        grad = unsharded.grad
+        unsharded.grad = None
+    elif param.partial_grad is not None or (fill_unused and param.sharded_param.requires_grad):
+        # A partial sum still waits for its all-reduce, or the other ranks may have used the parameter.
+        return param.zero_grad()
+    else:
+        return None
+    return grad if param.spec.unsharded is None and not grad.requires_grad else param.local_grad(grad)
+
+
+def start_reduce(
+    bucket: GradientBucket, request: ReduceRequest, *, device: torch.device, async_op: bool
+) -> ReductionInFlight:
+    """Lay the gradients out as ``[world size, per-rank elements]`` and issue the collectives.
+
+    Each rank's row holds its padded chunk of every gradient, in order; copying in casts to the reduce dtype.
+    """
+    world_size, comm, params = request.shard_world_size, request.comm, bucket.params
+
+    def allocate(numel: int) -> torch.Tensor:
+        if comm is None:
+            return torch.empty(numel, dtype=bucket.reduce_dtype, device=device)
+        return comm.allocate((numel,), dtype=bucket.reduce_dtype, device=device)  # type: ignore[no-any-return]
+
+    per_rank = sum(param.padded_numel for param in params)
+    flat = allocate(per_rank * world_size)
+    torch._chunk_cat(_as_rows(bucket, world_size), dim=0, num_chunks=world_size, out=flat.view(world_size, -1))
+    bucket.grads = []  # the copies are made: let autograd's memory go
+    with on_stream(request.reduce_stream, device):
+        output = allocate(per_rank) if world_size > 1 else flat
+    reduction = ReductionInFlight(params, request=request, orig_dtype=bucket.orig_dtype, input=flat, output=output)
+    reduction.issue(async_op=async_op)
+    return reduction
+
+
+def _as_rows(bucket: GradientBucket, world_size: int) -> list[torch.Tensor]:
+    """The gradients in one dtype, each with the blocks that go to the ranks one after another along dim 0."""
+    grads = bucket.grads
+    if len({grad.dtype for grad in grads}) > 1:
+        grads = [grad.to(bucket.reduce_dtype) for grad in grads]
+    if world_size == 1 or all(param.dim == 0 for param in bucket.params):
+        return grads
+    return [
+        grad if param.dim == 0 else torch.cat(grad.chunk(world_size, dim=param.dim), dim=0)
+        for grad, param in zip(grads, bucket.params, strict=True)
+    ]

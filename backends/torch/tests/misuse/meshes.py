@@ -1,0 +1,259 @@
+"""Meshes that cannot be read without guessing (clause 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from hpcompat import DDPMeshInfo, FSDPMeshInfo, UserError
+from torch.distributed.tensor import Replicate, Shard
+
+from misuse.models import linear, mesh, with_distributed_parameters
+from misuse.row import Misuse
+
+
+def _names(axes: str) -> Any:
+    """Wrap over a 2-D mesh with these axes."""
+    return lambda api: api.fully_shard(linear(), mesh=mesh(1, 1, names=axes))
+
+
+def _dims(*, axes: str | None = "dp tp", **dims: Any) -> Any:
+    """Wrap a module of plain parameters with these ``dp_mesh_dims`` on a 2-D mesh."""
+    return lambda api: api.fully_shard(
+        linear(), mesh=mesh(1, 1, names=axes), dp_mesh_dims=api.DataParallelMeshDims(**dims)
+    )
+
+
+def _parameters_on_another_mesh(api: Any) -> None:
+    module = with_distributed_parameters(mesh(1, 1, names="dp ep"))
+    api.fully_shard(module, mesh=mesh(1, 1, names="dp tp"), dp_mesh_dims=api.DataParallelMeshDims(shard="dp"))
+
+
+def _parameters_sharded_on_a_data_parallel_axis(api: Any) -> None:
+    device_mesh = mesh(1, 1, names="dp tp")
+    module = with_distributed_parameters(device_mesh, [Shard(0), Replicate()])
+    api.fully_shard(module, mesh=device_mesh, dp_mesh_dims=api.DataParallelMeshDims(shard="dp"))
+
+
+def _int_reshard(api: Any) -> None:
+    device_mesh = mesh(2, 1, names="dp tp")
+    module = with_distributed_parameters(device_mesh)
+    dims = api.DataParallelMeshDims(shard="dp")
+    api.fully_shard(module, mesh=device_mesh, dp_mesh_dims=dims, reshard_after_forward=2)
+
+
+def _int_reshard_with_tensor_parallel(api: Any) -> None:
+    device_mesh = mesh(4, 1, names="dp tp")
+    module = with_distributed_parameters(device_mesh["tp"])
+    api.fully_shard(module, mesh=device_mesh["dp"], reshard_after_forward=2)(linear().weight[:2])
+
+
+def _replicate_only(api: Any, **options: Any) -> Any:
+    device_mesh = mesh(1, 1, names="dp tp")
+    dims = api.DataParallelMeshDims(replicate="dp")
+    return api.fully_shard(with_distributed_parameters(device_mesh), mesh=device_mesh, dp_mesh_dims=dims, **options)
+
+
+AMBIGUOUS = r"expected a 2D mesh whose axis 0 replicates and whose axis 1 shards, but got axes {axes}: {culprit} "
+EITHER = (ValueError, AssertionError, UserError)
+
+ROWS = [
+    Misuse(
+        "mesh-string",
+        lambda api: api.fully_shard(linear(), mesh="cuda"),
+        (TypeError,),
+        r"expected mesh to be a DeviceMesh, but got 'cuda'",
+        r"init_device_mesh",
+        "3",
+    ),
+    Misuse(
+        "mesh-process-group",
+        lambda api: api.fully_shard(linear(), mesh=dist.group.WORLD),
+        (TypeError,),
+        r"expected mesh to be a DeviceMesh, but got <.*ProcessGroup",
+        r"init_device_mesh",
+        "3",
+    ),
+    Misuse(
+        "mesh-3d",
+        lambda api: api.fully_shard(linear(), mesh=mesh(1, 1, 1, names="pp dp tp")),
+        (ValueError,),
+        r"expects a 1D or 2D DeviceMesh but got DeviceMesh.*pp=1, dp=1, tp=1",
+        r"pass dp_mesh_dims to pick",
+        "3",
+        native=ValueError,
+    ),
+    Misuse(
+        "mesh-2d-unnamed",
+        _names(""),
+        EITHER,
+        r"Please init the 2D mesh for HSDP with mesh_dim_names specified.*but got .*DeviceMesh\(\(1, 1\)",
+        r'mesh_dim_names=\("dp_replicate", "dp_shard"\)',
+        "3",
+        native=AssertionError,
+    ),
+    Misuse(
+        "mesh-2d-dp-shard-cp",
+        _names("dp_shard cp"),
+        (ValueError,),
+        AMBIGUOUS.format(axes=r"\('dp_shard', 'cp'\)", culprit="'cp'"),
+        r"_flatten\('dp_shard_cp'\).*dp_mesh_dims",
+        "A81",
+    ),
+    Misuse(
+        "mesh-2d-tp-dp",
+        _names("tp dp"),
+        (ValueError,),
+        AMBIGUOUS.format(axes=r"\('tp', 'dp'\)", culprit="'tp'"),
+        r"_flatten\('tp_dp'\).*dp_mesh_dims",
+        "A81",
+    ),
+    Misuse(
+        "mesh-2d-dp-EP",
+        _names("dp EP"),
+        (ValueError,),
+        AMBIGUOUS.format(axes=r"\('dp', 'EP'\)", culprit="'EP'"),
+        r"_flatten\('dp_EP'\).*dp_mesh_dims",
+        "A81",
+    ),
+    Misuse(
+        "mesh-2d-shard-first",
+        _names("shard replicate"),
+        (ValueError,),
+        AMBIGUOUS.format(axes=r"\('shard', 'replicate'\)", culprit="'shard'"),
+        r"_flatten\('shard_replicate'\).*dp_mesh_dims",
+        "A81",
+    ),
+    Misuse(
+        "dims-unset",
+        _dims(),
+        (ValueError,),
+        r"At least one of shard or replicate must be set in dp_mesh_dims, but got",
+        r"name the axes",
+        "3",
+        native=ValueError,
+    ),
+    Misuse(
+        "dims-unknown-axis",
+        _dims(shard="fsdp"),
+        (ValueError,),
+        r"dp_mesh_dims.*but got 'fsdp', not found in mesh.mesh_dim_names \('dp', 'tp'\)",
+        r"name axes of the mesh",
+        "3",
+        native=ValueError,
+    ),
+    Misuse(
+        "dims-unnamed-mesh",
+        _dims(axes=None, shard="dp"),
+        (ValueError,),
+        r"mesh must have mesh_dim_names when dp_mesh_dims is provided, but got an unnamed mesh",
+        r"pass mesh_dim_names to init_device_mesh",
+        "3",
+        native=ValueError,
+    ),
+    Misuse(
+        "dims-axis-twice",
+        _dims(shard="dp", replicate="dp"),
+        (ValueError,),
+        r"dp_mesh_dims, but got DataParallelMeshDims\(shard='dp', replicate='dp'\)",
+        r"expected every mesh axis once",
+        "3",
+    ),
+    Misuse(
+        "dims-tuple",
+        lambda api: api.fully_shard(linear(), mesh=mesh(1, 1, names="dp tp"), dp_mesh_dims=("dp",)),
+        (TypeError,),
+        r"expected dp_mesh_dims to be a DataParallelMeshDims, but got \('dp',\)",
+        r"DataParallelMeshDims",
+        "3",
+    ),
+    Misuse(
+        "dims-plain-parameters",
+        _dims(shard="dp"),
+        (ValueError,),
+        r"all parameters must be DTensors on the full SPMD mesh, but got plain tensor for parameter 'weight'",
+        r"distribute_module",
+        "3",
+        native=ValueError,
+    ),
+    Misuse(
+        "dims-parameters-on-another-mesh",
+        _parameters_on_another_mesh,
+        (ValueError,),
+        r"parameter 'weight' to be the same mesh passed to fully_shard, but got .*dp=1, ep=1.* instead of .*dp=1, tp=1",
+        r"distribute the parameters on",
+        "3",
+        native=ValueError,
+    ),
+    Misuse(
+        "dims-parameters-sharded-on-dp",
+        _parameters_sharded_on_a_data_parallel_axis,
+        (ValueError,),
+        r"Expected Replicate\(\) on DP axis 'dp' of parameter 'weight', but got S\(0\)",
+        r"fully_shard shards it there",
+        "3",
+        native=ValueError,
+    ),
+    Misuse(
+        "dims-int-reshard",
+        _int_reshard,
+        (NotImplementedError,),
+        r"reshard_after_forward as int is not yet supported with SPMD mesh \(dp_mesh_dims\), but got 2",
+        r"pass a bool",
+        "3",
+        native=NotImplementedError,
+        world_size=2,
+    ),
+    Misuse(
+        "int-reshard-with-tensor-parallel",
+        _int_reshard_with_tensor_parallel,
+        (NotImplementedError,),
+        r"not supported for DTensor parameters yet.*but got 'weight'",
+        r"use a bool",
+        "6.1",
+        native=NotImplementedError,
+        world_size=4,
+    ),
+    Misuse(
+        "three-model-parallel-axes",
+        lambda api: api.fully_shard(with_distributed_parameters(mesh(1, 1, 1, names="pp ep tp"))),
+        (NotImplementedError,),
+        r"only supports 1D TP/EP or 2D EP\+TP, but got parameter 'weight' with placements \(Replicate",
+        r"dp_mesh_dims",
+        "3",
+    ),
+    Misuse(
+        "placement-fn-without-shard-axis",
+        lambda api: _replicate_only(api, shard_placement_fn=lambda parameter: None),
+        (ValueError,),
+        r"shard_placement_fn is not supported with DDPMeshInfo.*but got",
+        r"a mesh with a shard axis",
+        "4",
+        native=ValueError,
+    ),
+    Misuse(
+        "separate-group-without-shard-axis",
+        lambda api: _replicate_only(api).set_separate_reduce_scatter_group(),
+        EITHER,
+        r"for a separate reduce-scatter group, but got DDPMeshInfo",
+        r"expected a sharded mesh",
+        "15",
+        native=AssertionError,
+    ),
+    Misuse(
+        "mesh-info-without-axis",
+        lambda api: FSDPMeshInfo(mesh(1)),
+        EITHER,
+        r"expected shard_mesh_dim or replicate_mesh_dim, but got neither",
+        r"name the axis",
+        "3",
+    ),
+    Misuse(
+        "mesh-info-with-the-other-axis",
+        lambda api: DDPMeshInfo(mesh(1), shard_mesh_dim=0),
+        EITHER,
+        r"expected replicate_mesh_dim to be an axis of the mesh, but got None",
+        r"expected replicate_mesh_dim",
+        "3",
+    ),
+]

@@ -1,0 +1,135 @@
+"""Mistakes in forward, backward, the optimizer step and loading (clauses 8, 11, 12 and 16)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from misuse.models import batch, linear, wrapped
+from misuse.row import Misuse
+
+
+class Box:
+    """Hides a tensor in an attribute."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class ReturnsBox(nn.Linear):
+    def forward(self, inputs: Tensor) -> Any:
+        return {"logits": Box(super().forward(inputs))}
+
+
+class ReturnsSet(nn.Linear):
+    def forward(self, inputs: Tensor) -> Any:
+        return {super().forward(inputs)}
+
+
+class ReturnsItself(nn.Linear):
+    def forward(self, inputs: Tensor) -> Any:
+        outputs: list[Any] = [super().forward(inputs)]
+        outputs.append(outputs)
+        return outputs
+
+
+@dataclass(init=False)
+class Parcel:
+    """A dataclass that its own fields cannot rebuild."""
+
+    tensor: Tensor
+
+    def __init__(self, num_rows: int) -> None:
+        self.tensor = torch.ones(num_rows, 4, requires_grad=True)
+
+
+class TakesParcel(nn.Linear):
+    def forward(self, parcel: Parcel) -> Any:
+        return super().forward(parcel.tensor)
+
+
+def _plain_gradient(api: Any) -> None:
+    module = wrapped(api)
+    module.weight.grad = torch.zeros_like(module.weight.to_local())
+    module(batch()).sum().backward()
+
+
+def _optimizer_before_wrapping(api: Any) -> None:
+    module = linear()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    api.fully_shard(module)(batch()).sum().backward()
+    optimizer.step()
+
+
+def _load_wrong_shape(api: Any) -> None:
+    wrapped(api).load_state_dict({"weight": torch.ones(3, 4), "bias": torch.ones(4)})
+
+
+HIDES = r"expected the output of unit '' \(HSDP{module}\) .*, but got a {owner} that hides tensors"
+
+ROWS = [
+    Misuse(
+        "output-hides-tensors",
+        lambda api: api.fully_shard(ReturnsBox(4, 4))(batch()),
+        (TypeError,),
+        HIDES.format(module="ReturnsBox", owner="Box"),
+        r"Return the tensors, or make Box a dataclass",
+        "A71",
+        world_size=2,
+    ),
+    Misuse(
+        "output-hides-tensors-in-a-set",
+        lambda api: api.fully_shard(ReturnsSet(4, 4))(batch()),
+        (TypeError,),
+        HIDES.format(module="ReturnsSet", owner="set"),
+        r"in dicts, lists, tuples or dataclasses",
+        "A71",
+    ),
+    Misuse(
+        "output-holds-itself",
+        lambda api: api.fully_shard(ReturnsItself(4, 4))(batch()),
+        (ValueError,),
+        r"but got list over 100 levels deep",
+        r"expected a finitely nested input or output",
+        "8",
+    ),
+    Misuse(
+        "input-dataclass-that-cannot-be-rebuilt",
+        lambda api: api.fully_shard(TakesParcel(4, 4))(Parcel(2)),
+        (TypeError,),
+        r"expected Parcel to be rebuilt by dataclasses.replace, but got .*unexpected keyword argument 'tensor'",
+        r"must allow that",
+        "8",
+        native=TypeError,
+    ),
+    Misuse(
+        "gradient-set-to-a-plain-tensor",
+        _plain_gradient,
+        (TypeError,),
+        r"expected the gradient of sharded parameter 'weight' to be a DTensor or None, but got Tensor",
+        r"a DTensor or None",
+        "11",
+        world_size=2,
+    ),
+    Misuse(
+        "optimizer-over-stale-parameters",
+        _optimizer_before_wrapping,
+        (ValueError,),
+        r"expected SGD to hold sharded parameters, but got 2 that fully_shard has replaced \(weight, bias\)",
+        r"Create the optimizer after wrapping",
+        "A11",
+        world_size=2,
+    ),
+    Misuse(
+        "load-state-dict-wrong-shape",
+        _load_wrong_shape,
+        (ValueError,),
+        r"the value of 'weight' to have the global shape \(4, 4\) or the local shape \(2, 4\), but got \(3, 4\)",
+        r"global shape .* or the local shape",
+        "16",
+        world_size=2,
+    ),
+]

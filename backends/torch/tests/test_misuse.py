@@ -1,0 +1,68 @@
+"""Every misuse in `misuse.table` raises the documented error, and one that native FSDP2's users catch already."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+
+import pytest
+from hpcompat import HSDPModule
+from hpcompat_conformance.pool import PoolSet
+
+from misuse import settings
+from misuse.row import Misuse, Raised, attempt, qualified
+from misuse.table import BY_ID, ROWS
+
+OURS = "hpcompat"
+NATIVE = "torch.distributed.fsdp"
+ROW_IDS = [row.id for row in ROWS]
+NATIVE_ROWS = [row for row in ROWS if row.native is not None]
+
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.filterwarnings("ignore:.*reshard_after_forward:UserWarning"),
+]
+
+
+def raised_by(row: Misuse, *, api: str, pool: PoolSet) -> list[Raised | None]:
+    """By rank."""
+    if row.world_size == 1:
+        return [attempt(row.provoke, importlib.import_module(api))]
+    return pool(row.world_size).run("misuse.remote:provoke", row=row.id, api=api)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=ROW_IDS)
+def test_raises_the_documented_error(row: Misuse, pool: PoolSet) -> None:
+    for rank, raised in enumerate(raised_by(row, api=OURS, pool=pool)):
+        assert raised is not None, f"rank {rank}: nothing was raised"
+        for kind in row.types:
+            assert raised.is_a(kind), f"rank {rank}: expected a {qualified(kind)}, but got {raised}"
+        for pattern in (row.message, row.advice, "but got"):
+            assert re.search(pattern, raised.message, re.DOTALL), f"rank {rank}: no {pattern!r} in {raised.message!r}"
+
+
+@pytest.mark.parametrize("row", NATIVE_ROWS, ids=[row.id for row in NATIVE_ROWS])
+def test_native_raises_a_class_that_ours_is_too(row: Misuse, pool: PoolSet) -> None:
+    assert row.native in row.types
+    for rank, raised in enumerate(raised_by(row, api=NATIVE, pool=pool)):
+        assert raised is not None, f"rank {rank}: nothing was raised"
+        assert raised.is_a(row.native), f"rank {rank}: expected a {qualified(row.native)}, but got {raised}"
+
+
+def test_rows_are_told_apart() -> None:
+    assert len(BY_ID) == len(ROWS)
+    assert len(ROWS) >= 40
+
+
+def test_every_switch_has_a_row() -> None:
+    switches = {
+        name: next(iter(parameters))
+        for name, method in inspect.getmembers(HSDPModule, inspect.isfunction)
+        if not name.startswith("_")
+        and (parameters := dict(list(inspect.signature(method).parameters.items())[1:]))
+        and next(iter(parameters.values())).annotation == "bool"
+    }
+    # Its error is native's, a ValueError: it has rows of its own.
+    assert switches.pop("set_reshard_after_forward") == "reshard_after_forward"
+    assert switches == settings.SWITCHES

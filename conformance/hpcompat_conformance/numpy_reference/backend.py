@@ -1,0 +1,134 @@
+"""The reference as the scheduler sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
+from hpcompat.core.comm_ctx import NullStreams
+from hpcompat.errors import CapabilityError
+from hpcompat_conformance.numpy_reference import collectives, hooks, tape
+from hpcompat_conformance.numpy_reference.group import GroupTensors
+from hpcompat_conformance.numpy_reference.mesh import DeviceMesh, init_device_mesh, submesh
+from hpcompat_conformance.numpy_reference.module import Buffer, Module, Parameter
+from hpcompat_conformance.numpy_reference.world import Group
+
+if TYPE_CHECKING:
+    from hpcompat.backend import Streams, WrapSpec
+    from hpcompat.core.unit import Unit
+    from hpcompat.mesh import DataParallelMeshDims, FSDPMeshInfo
+    from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
+
+
+class ModuleMixin:
+    """What wrapped modules do differently from others: here nothing."""
+
+
+class NumpyBackend:
+    """Implements :class:`hpcompat.backend.Backend`. ``device_streams`` stand in for those of an accelerator."""
+
+    name = "numpy"
+    module_mixin = ModuleMixin
+
+    def __init__(self, device_streams: Streams | None = None) -> None:
+        self.device_streams: Streams = device_streams or NullStreams()
+
+    def owns(self, module: object) -> bool:
+        return isinstance(module, Module)
+
+    def probe(self) -> dict[str, object]:
+        return {"versions": {"numpy": np.__version__}, "devices": ["numpy"], "capabilities": {}}
+
+    # Modules
+
+    def named_modules(self, module: Module) -> Iterable[tuple[str, Module]]:
+        return module.named_modules()
+
+    def children(self, module: Module) -> Iterable[Module]:
+        return (child for _, child in module.members(Module))
+
+    def named_parameters(self, module: Module, *, recurse: bool) -> Iterator[tuple[str, Parameter]]:
+        return module.named_parameters(recurse=recurse)
+
+    def buffers(self, module: Module) -> Iterable[Buffer]:
+        return (buffer for _, buffer in module.members(Buffer))
+
+    def is_bare_container(self, module: Module) -> bool:
+        return type(module).forward is Module.forward
+
+    def parameter_uid(self, parameter: Parameter) -> int:
+        return parameter.uid
+
+    def is_parameter(self, value: object) -> bool:
+        return isinstance(value, Parameter)
+
+    def is_scalar(self, parameter: Parameter) -> bool:
+        return parameter.data.ndim == 0
+
+    # Meshes
+
+    def default_mesh(self, names: tuple[str, ...] | None = None) -> DeviceMesh:
+        return init_device_mesh((-1,), mesh_dim_names=names)
+
+    def is_mesh(self, value: object) -> bool:
+        return isinstance(value, DeviceMesh)
+
+    def device_of(self, mesh: DeviceMesh) -> str:
+        return "numpy"
+
+    def submesh(self, mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
+        return submesh(mesh, dims)
+
+    def flatten(self, mesh: DeviceMesh) -> DeviceMesh:
+        return mesh._flatten("_".join(mesh.mesh_dim_names or ()))
+
+    def post_forward_mesh(self, mesh_info: FSDPMeshInfo, size: int) -> DeviceMesh:
+        return DeviceMesh(mesh_info.mesh.ranks.reshape(-1, size), None, mesh_info.mesh.rank)
+
+    def separate_group(self, group: Group) -> Group:
+        return Group(group.ranks, group.rank, label="separate")
+
+    def supported_reductions(self, group: Group) -> frozenset[ReduceOp]:
+        return group.rank.world.reductions
+
+    def comm_for(self, kind: str, group: Group) -> tuple[AllGather, ReduceScatter]:
+        if kind != "process_group":
+            raise CapabilityError(backend=self.name, capability=kind, hint="all memory here is numpy's; drop the call")
+        return collectives.AllGather(), collectives.ReduceScatter()
+
+    # Wrapping
+
+    def streams(self, device: str) -> Streams:
+        return self.device_streams
+
+    def place(self, parameters: Sequence[Parameter], buffers: Sequence[Buffer], device: str) -> None:
+        """There is one device, and everything is on it."""
+
+    def check_policies(self, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy, device: str) -> None:
+        for dtype in (mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype):
+            if dtype is not None and not np.issubdtype(dtype, np.floating):
+                raise ValueError(f"expected floating dtypes in mp_policy, but got {dtype!r}")
+        if getattr(offload_policy, "pin_memory", False):
+            raise CapabilityError(backend=self.name, capability="pinned memory", hint="pass pin_memory=False")
+
+    def make_group(self, spec: WrapSpec) -> GroupTensors:
+        return GroupTensors(spec, streams=self.device_streams)
+
+    # Autograd
+
+    def install_hooks(self, unit: Unit) -> None:
+        hooks.install(unit)
+
+    def before_forward(
+        self, unit: Unit, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return hooks.before_forward(unit, index, args, kwargs)
+
+    def after_forward(self, unit: Unit, index: int, output: Any) -> Any:
+        return hooks.after_forward(unit, index, output)
+
+    def queue_final_callback(self, callback: Callable[[], None]) -> None:
+        tape.queue_callback(callback)

@@ -1,0 +1,138 @@
+"""The tensors of one param group: the seam between scheduler and framework, as short as it can be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcompat.core.states import ShardedState
+from hpcompat_conformance.numpy_reference.collectives import GatherInFlight, ReductionInFlight
+from hpcompat_conformance.numpy_reference.param import ShardedParam
+from hpcompat_conformance.numpy_reference.world import Array
+
+if TYPE_CHECKING:
+    from hpcompat.backend import GatherRequest, ReduceRequest, Streams, WrapSpec
+    from hpcompat.mesh import FSDPMeshInfo
+
+
+class GradientBucket:
+    """Gradients that are reduced together: one dtype on the way, one original dtype."""
+
+    def __init__(self, reduce_dtype: Any, orig_dtype: Any) -> None:
+        self.reduce_dtype, self.orig_dtype = reduce_dtype, orig_dtype
+        self.params: list[ShardedParam] = []
+        self.grads: list[Array] = []
+
+    @property
+    def overflow_risk(self) -> bool:
+        return self.reduce_dtype != np.float32  # numpy has no bfloat16
+
+
+class GroupTensors:
+    """Implements :class:`hpcompat.backend.GroupTensors`. Every method is the sentence that the protocol says about it."""
+
+    def __init__(self, spec: WrapSpec, *, streams: Streams) -> None:
+        self._streams = streams
+        self.params = [
+            ShardedParam(parameter, modules=spec.modules, mesh_info=spec.mesh_info, placement=placement, policy=spec.mp_policy)
+            for parameter, placement in zip(spec.parameters, spec.placements, strict=True)
+        ]
+        self.uids = [param.uid for param in self.params]
+
+    @property
+    def names(self) -> list[str]:
+        return [param.name for param in self.params]
+
+    def bind_names(self, prefixes: dict[Any, str]) -> None:
+        for param in self.params:
+            module, attribute = param.places[0]
+            param.name = prefixes[module] + attribute
+
+    def prepare(self) -> None:
+        for param in self.params:
+            module, attribute = param.places[0]
+            param.sharded = getattr(module, attribute)
+            param.register(param.sharded)
+
+    # Parameters
+
+    def all_gather(self, request: GatherRequest) -> GatherInFlight:
+        shard = np.concatenate([self._sent(param, request.source) for param in self.params])
+        return GatherInFlight(shard, request=request, streams=self._streams)
+
+    def _sent(self, param: ShardedParam, source: ShardedState) -> Array:
+        """What this rank brings of ``param``, flat, in the dtype in which it is computed with."""
+        if source is ShardedState.SHARDED:
+            return param.pad(param.sharded.data).astype(param.param_dtype)
+        assert param.post_forward is not None
+        return param.post_forward.data
+
+    def copy_out(self, gather: GatherInFlight) -> None:
+        gather.wait()
+        from_shards = gather.source is ShardedState.SHARDED
+        world_size = len(gather.output)
+        sizes = [param.layout.padded_numel if from_shards else param.slice_numel(world_size) for param in self.params]
+        columns = np.split(gather.output, np.cumsum(sizes)[:-1], axis=1)
+        for param, rows in zip(self.params, columns, strict=True):
+            param.fill(param.join(rows) if from_shards else param.join_slices(rows))
+
+    def to_unsharded(self) -> None:
+        for param in self.params:
+            assert param.unsharded is not None
+            param.unsharded.requires_grad = param.sharded.requires_grad
+            param.post_forward = None
+            param.register(param.unsharded)
+
+    def to_sharded(self) -> None:
+        for param in self.params:
+            param.post_forward = None
+            param.register(param.sharded)
+            param.free()
+
+    def to_sharded_post_forward(self, mesh_info: FSDPMeshInfo) -> None:
+        for param in self.params:
+            param.keep_slice(mesh_info.shard_mesh_rank, mesh_info.shard_mesh_size)
+            assert param.post_forward is not None
+            param.register(param.post_forward)
+            param.free()
+
+    # Gradients
+
+    def accumulate_gradients(self) -> None:
+        for param in self.params:
+            if param.accumulated_grad is not None:
+                new = param.take_new_gradient()
+                param.accumulated_grad += 0 if new is None else new
+
+    def stash_gradients(self) -> None:
+        for param in self.params:
+            dtype = param.reduce_dtype
+            if dtype is not None and param.accumulated_grad is None:
+                new = param.take_new_gradient()
+                param.accumulated_grad = None if new is None else new.astype(dtype)
+
+    def take_gradients(self, *, fill_unused: bool) -> list[GradientBucket]:
+        buckets: dict[Any, GradientBucket] = {}
+        for param in self.params:
+            grad = param.take_gradient(fill_unused=fill_unused)
+            if grad is not None:
+                key = (param.reduce_dtype or grad.dtype, param.orig_dtype)
+                bucket = buckets.setdefault(key, GradientBucket(*key))
+                bucket.params.append(param)
+                bucket.grads.append(grad)
+        return list(buckets.values())
+
+    def drop_gradients(self) -> None:
+        for param in self.params:
+            param.drop_gradients()
+
+    def start_reduce(self, bucket: GradientBucket, request: ReduceRequest) -> ReductionInFlight:
+        """Rank after rank, its padded chunk of every gradient."""
+        pairs = list(zip(bucket.params, bucket.grads, strict=True))
+        chunks = [param.pad(param.cut(grad, rank)) for rank in range(request.shard_world_size) for param, grad in pairs]
+        flat = np.concatenate(chunks).astype(bucket.reduce_dtype)
+        return ReductionInFlight(bucket.params, flat, orig_dtype=bucket.orig_dtype, request=request, streams=self._streams)
+
+    def wait_for_offload(self) -> None:
+        """Everything is in host memory already."""
