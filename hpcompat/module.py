@@ -320,9 +320,7 @@ class HSDPModule:
         unit = self._unit()
         for group in unit.groups:
             if group.has_custom_comm:
-                raise UserError(
-                    "expected default communication objects, but got a custom one; choose one of the two"
-                )
+                raise UserError("expected default communication objects, but got a custom one; choose one of the two")
             if kind is None or not isinstance(group.mesh_info, FSDPMeshInfo):
                 group.all_gather_comm = group.reduce_scatter_comm = None
                 continue

@@ -6,12 +6,13 @@ A third party adds its own with an entry point in the group ``hpcompat.conforman
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 from hpcompat_conformance.framework import Framework
+from hpcompat_conformance.pool import Target
 from hpcompat_conformance.reference import refer
 
 ENTRY_POINT_GROUP = "hpcompat.conformance"
@@ -45,14 +46,14 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Adapter:
-    """``modules`` must be importable; ``worker_setup`` prepares a worker process (see `pool.WorkerPool`); ``load``, a
-    module-level function or its name ``"module:function"``, is called in the worker. Importing the adapter's own
-    module must not import a framework."""
+    """``modules`` must be importable; ``worker_setup`` prepares a worker process (see `pool.WorkerPool`) and ``load``
+    is called in it and returns an `Implementation`; both are module-level functions or their names. Importing the
+    adapter's own module must not import a framework."""
 
     name: str
     modules: tuple[str, ...]
-    worker_setup: str
-    load: str | Callable[[], Implementation]
+    worker_setup: Target
+    load: Target
 
     def missing(self) -> list[str]:
         """The modules that are not installed."""

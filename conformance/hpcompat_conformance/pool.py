@@ -25,8 +25,9 @@ from typing import Any
 from hpcompat_conformance.failures import JobFailed, JobTimeout, RanksDiverged, RemoteError, WorkerDied
 from hpcompat_conformance.process import Worker
 from hpcompat_conformance.protocol import Job, Reply
-from hpcompat_conformance.reference import refer
+from hpcompat_conformance.reference import Reference, refer
 
+Target = str | Callable[..., Any]
 TORCH_SETUP = "hpcompat_conformance.on_torch.worker:set_up"
 
 
@@ -60,29 +61,29 @@ class _Round:
 class WorkerPool:
     """``world_size`` processes that ran ``setup`` once and then run one job after another, each on all ranks.
 
-    ``setup`` is ``"module:function"``, called in each worker with its `context.WorkerContext`. It may return a function
-    that is called after every job and returns how many collectives the rank has issued on each group, by the group's
-    name; ranks that name the same group must agree, else the job counts as failed.
+    ``setup``, a module-level function or its name ``"module:function"``, is called in each worker with its
+    `context.WorkerContext`. It may return a function that is called after every job and returns how many collectives
+    the rank has issued on each group, by the group's name; ranks that name the same group must agree, else the job
+    counts as failed.
     Processes start at the first job, and again at the first job after a failure that left a rank stuck or dead.
     Not thread-safe.
     """
 
     def __init__(
-        self, world_size: int, *, setup: str = TORCH_SETUP, grace: float = 3.0, start_deadline: float = 120.0
+        self, world_size: int, *, setup: Target = TORCH_SETUP, grace: float = 3.0, start_deadline: float = 120.0
     ) -> None:
         if world_size < 1:
             raise ValueError(f"expected world_size >= 1, but got {world_size!r}")
-        refer(setup)
         self.world_size = world_size
         self.num_starts = 0
-        self._setup = setup
+        self._setup = refer(setup)
         self._grace = grace
         self._start_deadline = start_deadline
         self._workers: list[Worker] = []
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         atexit.register(self.close)
 
-    def run(self, target: str | Callable[..., Any], /, *, deadline: float = 60.0, **kwargs: Any) -> list[Any]:
+    def run(self, target: Target, /, *, deadline: float = 60.0, **kwargs: Any) -> list[Any]:
         """Call ``target(**kwargs)`` on every rank; the results by rank.
 
         ``target`` is a module-level function or its name ``"module:function"``; it finds its rank in
@@ -96,6 +97,11 @@ class WorkerPool:
             self._start()
         result = self._do(f"{reference} on {self.world_size} ranks", request=pickle.dumps(job), deadline=deadline)
         return [pickle.loads(result.replies[rank].value or b"") for rank in range(self.world_size)]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there are processes that wait for the next job. If not, it will start them."""
+        return bool(self._workers)
 
     def close(self) -> None:
         """End the processes. A later job starts new ones."""
@@ -115,11 +121,14 @@ class WorkerPool:
         self.num_starts += 1
         path = [entry for entry in sys.path if entry]
         for rank in range(self.world_size):
-            worker = Worker(
-                rank, world_size=self.world_size, scratch=Path(self._scratch.name), setup=self._setup, path=path
-            )
+            worker = Worker(rank, world_size=self.world_size, scratch=Path(self._scratch.name), path=path)
             self._workers.append(worker)
-        self._do(f"set-up {self._setup} on {self.world_size} ranks", request=None, deadline=self._start_deadline)
+        what = f"set-up {self._setup} on {self.world_size} ranks"
+        try:
+            self._do(what, request=pickle.dumps(self._setup), deadline=self._start_deadline)
+        except JobFailed:
+            self._end(patience=0.0)
+            raise
 
     def _drop_dead(self) -> None:
         dead = [worker for worker in self._workers if worker.process.poll() is not None]
@@ -130,25 +139,24 @@ class WorkerPool:
         self._end(patience=0.0)
         warnings.warn(f"workers ended between two jobs (rank: exit code): {codes}\n{tails}", stacklevel=3)
 
-    def _do(self, what: str, *, request: bytes | None, deadline: float) -> _Round:
-        """Send the request, if there is one, and collect an answer from each rank. Raises for anything but success."""
+    def _do(self, what: str, *, request: bytes, deadline: float) -> _Round:
+        """Send the request and collect an answer from each rank. Raises for anything but success."""
         try:
             result = self._collect(request, deadline=deadline)
         except BaseException:
             self._end(patience=0.0)
             raise
-        if result.broken or (request is None and result.errors):
+        if result.broken:
             self._end(patience=0.0)
         _raise_for(what, result=result, deadline=deadline)
         return result
 
-    def _collect(self, request: bytes | None, *, deadline: float) -> _Round:
+    def _collect(self, request: bytes, *, deadline: float) -> _Round:
         result = _Round()
         until = time.monotonic() + deadline
         waiting: dict[object, Worker] = {worker.connection: worker for worker in self._workers}
-        if request is not None:
-            for worker in self._workers:
-                _send(worker, request=request)
+        for worker in self._workers:
+            _send(worker, request=request)
         while waiting:
             connections = [worker.connection for worker in waiting.values()]
             ready = wait(connections, timeout=max(0.0, until - time.monotonic()))
@@ -183,11 +191,11 @@ class PoolSet:
     """Pools by world size, made on demand. Keeps those of one set-up apart from those of another."""
 
     def __init__(self) -> None:
-        self._pools: dict[tuple[int, str], WorkerPool] = {}
+        self._pools: dict[tuple[int, Reference], WorkerPool] = {}
 
-    def __call__(self, world_size: int, *, setup: str = TORCH_SETUP) -> WorkerPool:
+    def __call__(self, world_size: int, *, setup: Target = TORCH_SETUP) -> WorkerPool:
         """The pool of ``world_size`` workers that run ``setup``; always the same one."""
-        key = (world_size, setup)
+        key = (world_size, refer(setup))
         if key not in self._pools:
             self._pools[key] = WorkerPool(world_size, setup=setup)
         return self._pools[key]

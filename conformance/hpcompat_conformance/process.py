@@ -19,7 +19,7 @@ class Worker:
     """Starts on construction. The pipe is inherited by number: nobody else holds its other end, so it closes when, and
     only when, the process ends."""
 
-    def __init__(self, rank: int, *, world_size: int, scratch: Path, setup: str, path: Sequence[str]) -> None:
+    def __init__(self, rank: int, *, world_size: int, scratch: Path, path: Sequence[str]) -> None:
         self.rank = rank
         self._stacks = scratch / f"rank{rank}.stacks"
         self._output = scratch / f"rank{rank}.output"
@@ -27,7 +27,7 @@ class Worker:
         self.connection: Connection = ours
         command = [sys.executable, "-m", "hpcompat_conformance.worker"]
         command += ["--connection", str(theirs.fileno()), "--rank", str(rank), "--world-size", str(world_size)]
-        command += ["--scratch", str(scratch), "--setup", setup]
+        command += ["--scratch", str(scratch)]
         with theirs, self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 command,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -67,34 +67,29 @@ def run(plan: Plan, *, listener: Listener | None = None) -> Run:
         if not cases:
             continue
         with WorkerPool(procs, setup=plan.adapter.worker_setup) as pool:
-            try:
-                versions = pool.run(execute.versions, load=refer(plan.adapter.load))[0]
-            except PoolError as error:
-                outcomes = _all_not_run(cases, procs=procs, error=error)
-            else:
-                outcomes = _run_on(pool, plan=plan, cases=cases, versions=versions, listener=listener)
-            for result in outcomes:
+            for case in cases:
+                result, versions = _run_one(pool, case=case, plan=plan, versions=versions, listener=listener)
                 results.append(result)
                 listener.finished(result)
     return Run(plan.adapter.name, versions, results)
 
 
-def _all_not_run(cases: Sequence[Case], *, procs: int, error: PoolError) -> Iterator[Result]:
-    for case in cases:
-        yield Result(case.id, case.clause, procs, "error", 0.0, str(error))
-
-
-def _run_on(
-    pool: WorkerPool, *, plan: Plan, cases: Sequence[Case], versions: Mapping[str, str], listener: Listener
-) -> Iterator[Result]:
-    for case in cases:
-        listener.started(case, procs=pool.world_size)
-        start = time.perf_counter()
-        kind, message = _attempt(pool, case=case, plan=plan)
-        seconds = time.perf_counter() - start
-        result = Result(case.id, case.clause, pool.world_size, kind, seconds, message)
-        gaps = [gap for gap in plan.gaps if gap.applies(case.id, procs=pool.world_size, versions=versions)]
-        yield _against_expectation(result, gap=gaps[0] if gaps else None)
+def _run_one(
+    pool: WorkerPool, *, case: Case, plan: Plan, versions: Mapping[str, str], listener: Listener
+) -> tuple[Result, Mapping[str, str]]:
+    """The result, and the implementation's versions as far as they are known by now."""
+    listener.started(case, procs=pool.world_size)
+    if not pool.is_running:
+        # Outside the case's time: the first in new processes would pay for importing the framework.
+        try:
+            versions = pool.run(execute.versions, load=refer(plan.adapter.load))[0]
+        except PoolError as error:
+            return Result(case.id, case.clause, pool.world_size, "error", 0.0, str(error)), versions
+    start = time.perf_counter()
+    kind, message = _attempt(pool, case=case, plan=plan)
+    result = Result(case.id, case.clause, pool.world_size, kind, time.perf_counter() - start, message)
+    gaps = [gap for gap in plan.gaps if gap.applies(case.id, procs=pool.world_size, versions=versions)]
+    return _against_expectation(result, gap=gaps[0] if gaps else None), versions
 
 
 def _attempt(pool: WorkerPool, *, case: Case, plan: Plan) -> tuple[str, str]:

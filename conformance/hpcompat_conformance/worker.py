@@ -10,6 +10,7 @@ process. The pool sees the pipe close and reads the file. The watchdog of `_serv
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -24,7 +25,7 @@ from pathlib import Path
 from hpcompat_conformance import context as worker_context
 from hpcompat_conformance.failures import RemoteError
 from hpcompat_conformance.protocol import Job, Reply
-from hpcompat_conformance.reference import refer
+from hpcompat_conformance.reference import Reference
 
 Tidy = Callable[[], dict[str, int]]
 
@@ -38,25 +39,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--scratch", type=Path, required=True)
-    parser.add_argument("--setup", required=True)
     args = parser.parse_args(argv)
     stacks = (args.scratch / f"rank{args.rank}.stacks").open("w")
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=True)
     connection = Connection(args.connection)
     worker_context.enter(worker_context.WorkerContext(args.rank, args.world_size, args.scratch))
-    tidy, reply = _set_up(args.setup)
-    connection.send_bytes(pickle.dumps(reply))
-    if reply.error is None:
-        _serve(connection, tidy=tidy)
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the pool hung up
+        tidy, reply = _set_up(pickle.loads(connection.recv_bytes()))
+        connection.send_bytes(pickle.dumps(reply))
+        if reply.error is None:
+            _serve(connection, tidy=tidy)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _set_up(target: str) -> tuple[Tidy, Reply]:
+def _set_up(target: Reference) -> tuple[Tidy, Reply]:
     try:
-        tidy: Tidy | None = refer(target).resolve()(worker_context.current())
+        tidy: Tidy | None = target.resolve()(worker_context.current())
         return tidy or _nothing_to_tidy, Reply()
     except BaseException as error:
         return _nothing_to_tidy, Reply(error=describe(error))
@@ -68,18 +69,11 @@ def _nothing_to_tidy() -> dict[str, int]:
 
 def _serve(connection: Connection, *, tidy: Tidy) -> None:
     while True:
-        try:
-            request = connection.recv_bytes()
-        except EOFError:
-            return
-        job: Job = pickle.loads(request)
+        job: Job = pickle.loads(connection.recv_bytes())
         faulthandler.dump_traceback_later(job.deadline + ORPHAN_MARGIN_SECONDS, exit=True)
         reply = _run(job, tidy=tidy)
         faulthandler.cancel_dump_traceback_later()
-        try:
-            connection.send_bytes(pickle.dumps(reply))
-        except BrokenPipeError:
-            return
+        connection.send_bytes(pickle.dumps(reply))
 
 
 def _run(job: Job, *, tidy: Tidy) -> Reply:

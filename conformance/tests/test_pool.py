@@ -1,4 +1,4 @@
-"""Pools of workers without a framework: answers, failures, restarts. The functions that begin with `job` run in workers."""
+"""Pools of workers without a framework: answers, failures, restarts. Functions that begin with `job` run in workers."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_an_exception_on_one_rank(bare_pool: WorkerPool) -> None:
         bare_pool.run(job_raise, rank=1, others="return")
     assert list(caught.value.errors) == [1]
     assert caught.value.first.is_a("Exception")
-    assert caught.value.first.message == "'rank 1 did not find it'" or "did not find" in caught.value.first.message
+    assert caught.value.first.message == "rank 1 did not find it"
     assert "in job_raise" in str(caught.value)
     assert bare_pool.run(job_identity) == before, "workers that answered need no restart"
 
@@ -152,8 +152,8 @@ def test_an_exception_while_others_hang(bare_pool: WorkerPool) -> None:
 
 def test_a_missed_deadline_shows_every_stack_and_restarts(bare_pool: WorkerPool) -> None:
     before, starts = bare_pool.run(job_identity), bare_pool.num_starts
-    with pytest.raises(TimeoutError, match=r"no answer from ranks \[0, 1\] within 0.1 s") as caught:
-        bare_pool.run(job_wait_for_nothing, deadline=0.1)
+    with pytest.raises(TimeoutError, match=r"no answer from ranks \[0, 1\] within 0.5 s") as caught:
+        bare_pool.run(job_wait_for_nothing, deadline=0.5)
     assert isinstance(caught.value, JobTimeout)
     assert set(caught.value.stacks) == {0, 1}
     assert all("in job_wait_for_nothing" in stack for stack in caught.value.stacks.values())
@@ -192,7 +192,6 @@ def test_a_worker_that_dies_between_two_jobs(bare_pool: WorkerPool) -> None:
     [*_, pid] = bare_pool.run(job_identity)[1]
     handle = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
-    signal.pidfd_send_signal  # noqa: B018  (Linux)
     os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT)
     os.close(handle)
     with pytest.warns(UserWarning, match=r"workers ended between two jobs.*1: -9"):
@@ -200,15 +199,17 @@ def test_a_worker_that_dies_between_two_jobs(bare_pool: WorkerPool) -> None:
 
 
 def test_a_set_up_that_raises() -> None:
-    with WorkerPool(2, setup="hpcompat_conformance.failures:PoolError.nothing", grace=0.2) as pool:
+    with WorkerPool(2, setup=set_up_that_raises, grace=0.2) as pool:
         for start in (1, 2):
-            with pytest.raises(JobFailed, match=r"set-up .* failed[\s\S]*no attribute 'nothing'"):
+            with pytest.raises(
+                JobFailed, match=r"set-up .*:set_up_that_raises on 2 ranks: failed[\s\S]*no luck on rank 1"
+            ):
                 pool.run(job_identity)
             assert pool.num_starts == start
 
 
 def test_ranks_that_answer_from_different_places() -> None:
-    with WorkerPool(2, setup=f"{__name__}:set_up_with_positions", grace=0.2) as pool:
+    with WorkerPool(2, setup=set_up_with_positions, grace=0.2) as pool:
         before = pool.run(job_count)
         assert before == [1, 1]
         with pytest.raises(RanksDiverged, match=r"group 'everyone', by rank: \{0: 1, 1: 2\}"):

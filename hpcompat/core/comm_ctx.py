@@ -61,6 +61,9 @@ class CommContext:
         self.max_input_buffers = 1
         # One entry per forward of a group, in order; backward prefetch walks it from the end.
         self.post_forward_order: list[ParamGroup] = []
+        # Without streams only: the group that entered forward last, and the one gathered ahead for after it.
+        self.latest_forward: ParamGroup | None = None
+        self.guessed_forward: ParamGroup | None = None
         self._is_initialized = False
         self._held_gather: tuple[Gather, Any] | None = None
         self._reductions: deque[Reduction] = deque()
@@ -134,6 +137,7 @@ class CommContext:
     def reset(self) -> None:
         """After an exception: wait for what is in flight and forget it."""
         self.release_held_gather()
+        self.latest_forward = self.guessed_forward = None
         while self._reductions:
             self._reductions.popleft().abandon()
         self._wait_for_post_reduce_events()

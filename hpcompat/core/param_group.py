@@ -54,6 +54,10 @@ class ParamGroup:
         # Indices of this group's forwards in the shared order, latest last.
         self.post_forward_indices: list[int] = []
 
+        # The group that ran forward after this one, and whether it has always been that one.
+        self.successor: ParamGroup | None = None
+        self.has_one_successor = True
+
         # What the setters of HSDPModule change.
         self.reduce_grads = True
         self.all_reduce_grads = True
@@ -89,6 +93,11 @@ class ParamGroup:
         return self.sharded_state is ShardedState.UNSHARDED
 
     @property
+    def can_unshard(self) -> bool:
+        """Whether ``unshard`` would issue a gather now, outside backward."""
+        return self._gather is None and self.sharded_state is not ShardedState.UNSHARDED
+
+    @property
     def is_hsdp(self) -> bool:
         return isinstance(self.mesh_info, HSDPMeshInfo)
 
@@ -122,7 +131,7 @@ class ParamGroup:
 
     def unshard(self, async_op: bool = False) -> None:
         """Issue the gather, unless it is pending, done, or switched off for backward."""
-        if self._gather is not None or self.sharded_state is ShardedState.UNSHARDED:
+        if not self.can_unshard:
             return
         if not self.unshard_in_backward and self.training_state is TrainingState.PRE_BACKWARD:
             return

@@ -81,12 +81,17 @@ class Unit:
         is_first = self.training_state is not TrainingState.FORWARD
         self.training_state = TrainingState.FORWARD
         is_root = is_first and self._enter_root()
+        in_order = not self.comm_ctx.has_streams and not self.iteration.final_callback_queued
         for group in self.groups:
+            if in_order and is_first:
+                prefetch.learn_forward_order(group)
             group.pre_forward()
         if not is_first:
             return ForwardEntry.AGAIN
         if self.forward_prefetch:
             prefetch.prefetch_forward(self.forward_prefetch)
+        elif in_order and self.groups:
+            prefetch.prefetch_next(self.groups[-1])
         return ForwardEntry.ROOT if is_root else ForwardEntry.FIRST
 
     def post_forward(self, index: int = 0, *, in_backward: bool) -> tuple[Unit, ...]:
@@ -107,6 +112,7 @@ class Unit:
             return (self,)
         completed = (self, *self._complete_partial_units(in_backward=in_backward))
         self.comm_ctx.release_held_gather()
+        prefetch.forget_forward(self.comm_ctx)
         self.iteration.forward_root = None
         return completed
 
@@ -141,6 +147,7 @@ class Unit:
             return False
         iteration.forward_root = self
         ctx = self.comm_ctx
+        prefetch.forget_forward(ctx)
         if iteration.post_optim_event is not None:
             ctx.make_gathers_wait(iteration.post_optim_event)
             iteration.post_optim_event = None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+
 from hpcompat_conformance.pytest_plugin import pool as pool
 
 

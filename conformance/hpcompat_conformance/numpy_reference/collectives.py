@@ -33,7 +33,7 @@ class Reduce:
 
 
 def describe(name: str, data: Array, group: Group, op: Reduce | None = None) -> Call:
-    return Call(name, group.ranks, data.size, data.dtype.name, op.op.value if op else None)
+    return Call(name, group.size, data.size, data.dtype.name, op.op.value if op else None)
 
 
 class Buffers:

@@ -29,7 +29,7 @@ class Call(NamedTuple):
     """One collective as its caller sees it. ``num_sent`` is the number of elements of the input."""
 
     name: str
-    ranks: tuple[int, ...]
+    num_ranks: int
     num_sent: int
     dtype: str
     op: str | None = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hpcompat import CapabilityError
 
+from hpcompat import CapabilityError
 from misuse.models import linear, wrapped
 from misuse.row import Misuse
 

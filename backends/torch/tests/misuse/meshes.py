@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from hpcompat import DDPMeshInfo, FSDPMeshInfo, UserError
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from misuse.models import linear, mesh, with_distributed_parameters
+from hpcompat import DDPMeshInfo, FSDPMeshInfo, UserError
+from misuse.models import batch, linear, mesh, with_distributed_parameters
 from misuse.row import Misuse
 
 
@@ -45,7 +45,8 @@ def _int_reshard(api: Any) -> None:
 def _int_reshard_with_tensor_parallel(api: Any) -> None:
     device_mesh = mesh(4, 1, names="dp tp")
     module = with_distributed_parameters(device_mesh["tp"])
-    api.fully_shard(module, mesh=device_mesh["dp"], reshard_after_forward=2)(linear().weight[:2])
+    inputs = distribute_tensor(batch(), device_mesh["tp"], [Replicate()])
+    api.fully_shard(module, mesh=device_mesh["dp"], reshard_after_forward=2)(inputs)
 
 
 def _replicate_only(api: Any, **options: Any) -> Any:
@@ -190,7 +191,7 @@ ROWS = [
         _parameters_sharded_on_a_data_parallel_axis,
         (ValueError,),
         r"Expected Replicate\(\) on DP axis 'dp' of parameter 'weight', but got S\(0\)",
-        r"fully_shard shards it there",
+        r"leave it whole there: fully_shard shards it",
         "3",
         native=ValueError,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ def linear(rows: int = 4) -> nn.Linear:
     return nn.Linear(4, rows)
 
 
+@functools.cache
 def mesh(*sizes: int, names: str | None = None) -> DeviceMesh:
-    """A CPU mesh; ``names`` are separated by spaces."""
+    """A CPU mesh; ``names`` are separated by spaces. Made once: DTensor remembers by value the first of equal meshes."""
     return init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names.split()) if names else None)
 
 

@@ -6,10 +6,10 @@ import copy
 from typing import Any
 
 import torch
-from hpcompat import FSDPMeshInfo, ShardPlacementResult, UserError
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from hpcompat import FSDPMeshInfo, ShardPlacementResult, UserError
 from misuse.models import batch, linear, mesh, stack, with_parameter, wrapped, wrapped_stack
 from misuse.row import Misuse
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hpcompat import CapabilityError, FSDPMeshInfo, ShardPlacementResult, UserError
 from torch.distributed.tensor import Shard
 
+from hpcompat import CapabilityError, FSDPMeshInfo, ShardPlacementResult, UserError
 from misuse.models import batch, linear, mesh, wrapped, wrapped_stack
 from misuse.row import Misuse
 
@@ -47,12 +47,13 @@ def _call(method: str, *arguments: Any, **options: Any) -> Any:
 
 
 def _with_two_groups(api: Any) -> Any:
-    """A layer whose weight and bias are sharded over meshes with different process groups."""
-    device_mesh = mesh(1, 1, names="replicate shard")
-    weight_info = FSDPMeshInfo(device_mesh["shard"], shard_mesh_dim=0)
-    bias_info = FSDPMeshInfo(device_mesh["replicate"], shard_mesh_dim=0)
+    """A layer whose weight and bias are sharded over different ranks."""
+    device_mesh = mesh(2, 1, names="dp ep")
+    weight_info = FSDPMeshInfo(device_mesh["dp"], shard_mesh_dim=0)
+    bias_info = FSDPMeshInfo(device_mesh["ep"], shard_mesh_dim=0)
     return api.fully_shard(
         linear(),
+        mesh=device_mesh["dp"],
         shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), weight_info if p.ndim == 2 else bias_info),
     )
 
@@ -197,6 +198,7 @@ COMM_ROWS = [
             rf"{method} is not supported with multiple param groups, but got 2",
             r"give the unit one mesh",
             "15",
+            world_size=2,
         )
         for method, value in [
             ("set_custom_all_gather", Comm()),
@@ -293,7 +295,7 @@ METHOD_ROWS = [
         "forward-method-missing",
         lambda api: api.register_fsdp_forward_method(wrapped(api), "generate"),
         (ValueError,),
-        r"does not have a method 'generate'.*but got <class '.*HSDPLinear'>",
+        r"but got <class '.*HSDPLinear'>, which does not have a method 'generate'",
         r"define it",
         "A72",
         native=ValueError,
@@ -302,7 +304,7 @@ METHOD_ROWS = [
         "forward-method-not-callable",
         lambda api: api.register_fsdp_forward_method(wrapped(api), "training"),
         (ValueError,),
-        r"does not have a method 'training'.*but got <class '.*HSDPLinear'>",
+        r"but got <class '.*HSDPLinear'>, which does not have a method 'training'",
         r"define it",
         "A72",
     ),

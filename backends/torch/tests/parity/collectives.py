@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.combos import Combo
 from parity.models import ModelCase
+from parity.plants import planted
 from parity.registry import ALL_MODELS
 from parity.settings import before_microbatch
 from parity.training import sharded, units
@@ -142,15 +143,21 @@ def evaluation(combo: Combo, model: ModelCase, module: nn.Module) -> None:
 PHASES: dict[str, Callable[[Combo, ModelCase, nn.Module], None]] = {"training": training, "evaluation": evaluation}
 
 
-def collectives(combo: dict[str, Any], phase: str, names: tuple[str, ...] = ("hpcompat", "native")) -> list[list[str]]:
-    """What each implementation sends in the phase, in order, as text."""
+def collectives(
+    combo: dict[str, Any],
+    phase: str,
+    names: tuple[str, ...] = ("hpcompat", "native"),
+    plant: str | None = None,
+) -> list[list[str]]:
+    """What each implementation sends in the phase, in order, as text. `plant` is active while hpcompat runs."""
     cell = Combo.from_dict(combo)
     model = ALL_MODELS[cell.model]
     lists = []
     for name in names:
-        module = sharded(model, cell, name)
         recorder = Recorder()
-        with recorder.public_calls(), recorder:
-            PHASES[phase](cell, model, module)
+        with planted(plant if name == "hpcompat" else None):
+            module = sharded(model, cell, name)
+            with recorder.public_calls(), recorder:
+                PHASES[phase](cell, model, module)
         lists.append([str(collective) for collective in recorder.seen])
     return lists

@@ -30,6 +30,11 @@ COMBOS = [
     Combo("uneven", 4, options=("clip", "state-dict")),
     Combo("decoder", 4, "hsdp", True, "bf16", 1, ("clip", "state-dict")),
     Combo("buffers", 2, "fsdp", True, "fp32", 1, ("state-dict", "evaluate")),
+    *(
+        Combo(model, world, "fsdp", reshard, policy, 1, ("peek", *options))
+        for model, policy in (("nested", "bf16"), ("uneven", "fp32"), ("list", "fp32"), ("tied", "fp32"))
+        for world, reshard, *options in ((2, True), (2, False), (4, 2), (2, True, "automatic"))
+    ),
     Combo("tp", 2, "fsdp+tp"),
     Combo("tp", 4, "fsdp+tp"),
     Combo("tp", 4, "fsdp+tp", False, "bf16", 4),

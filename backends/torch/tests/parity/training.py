@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -84,11 +84,8 @@ def units(module: nn.Module) -> Iterator[Any]:
     return (child for child in module.modules() if hasattr(child, "set_requires_gradient_sync"))
 
 
-def train(combo: Combo, name: str, *, spoil: Callable[[int, nn.Module], None] | None = None) -> Trace:
-    """Run `combo.num_steps` AdamW steps of the model under implementation `name` and return the trace.
-
-    `spoil(step, module)` runs between backward and optimizer: negative controls use it.
-    """
+def train(combo: Combo, name: str) -> Trace:
+    """Run `combo.num_steps` AdamW steps of the model under implementation `name` and return the trace."""
     model = ALL_MODELS[combo.model]
     module = sharded(model, combo, name)
     optimizer = torch.optim.AdamW(optimized(combo, module), lr=1e-2, weight_decay=0.1, foreach=True)
@@ -97,8 +94,6 @@ def train(combo: Combo, name: str, *, spoil: Callable[[int, nn.Module], None] | 
     for step in range(combo.num_steps):
         before_step(combo, model, module, trace, step)
         backward_all(combo, model, module, trace, step)
-        if spoil is not None:
-            spoil(step, module)
         record_gradients(trace, step, module)
         if "clip" in combo.options:
             norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
@@ -133,6 +128,8 @@ def backward_all(combo: Combo, model: ModelCase, module: nn.Module, trace: Trace
             before_microbatch(combo, unit, is_last=micro == combo.accumulation - 1)
         loss = model.loss(module, model.batch(rank, step * combo.accumulation + micro)) / combo.accumulation
         trace.add(step, "loss", f"microbatch {micro}", loss)
+        if "peek" in combo.options:
+            record_registered(trace, step, module)
         loss.backward()
 
 
@@ -144,6 +141,13 @@ def evaluate(model: ModelCase, module: nn.Module, trace: Trace, step: int) -> No
             step, "loss", "evaluation", model.loss(module, model.batch(torch.distributed.get_rank(), 5000 + step))
         )
     module.train()
+
+
+def record_registered(trace: Trace, step: int, module: nn.Module) -> None:
+    """What is registered on the modules between forward and backward: shards, small shards or whole parameters."""
+    for fqn, parameter in module.named_parameters():
+        trace.layouts[f"{fqn} after forward"] = layout(parameter)
+        trace.add(step, "registered", fqn, parameter)
 
 
 def record_gradients(trace: Trace, step: int, module: nn.Module) -> None:

@@ -1,0 +1,220 @@
+"""The runner and its reports on a toy implementation: each kind of result once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hpcompat_conformance import report, results, runner
+from hpcompat_conformance.case import Case, case, cases_of
+from hpcompat_conformance.checks import check_equal
+from hpcompat_conformance.expected import Gap, load_gaps
+from hpcompat_conformance.impl import Adapter, Implementation
+from hpcompat_conformance.results import Result
+from hpcompat_conformance.run_context import Context
+
+BARE = "hpcompat_conformance.bare:set_up"
+LINK = "https://example.org/1"
+
+
+def load_toy() -> Implementation:
+    framework: Any = SimpleNamespace(name="toy")
+    api: Any = SimpleNamespace(answer=42)
+    return Implementation(api, framework, frozenset({"answer"}), {"toy": "1.5"})
+
+
+def load_broken() -> Implementation:
+    raise RuntimeError("the toy is broken")
+
+
+TOY = Adapter(name="toy", modules=(), worker_setup=BARE, load=load_toy)
+BROKEN = Adapter(name="broken", modules=(), worker_setup=BARE, load=load_broken)
+
+
+@case("SCH-01", procs=(1, 2), requires=("answer",))
+def passes(ctx: Context) -> None:
+    check_equal(ctx.api.answer, 42, what="answer")  # type: ignore[attr-defined]
+
+
+@case("SCH-02", procs=(1, 2))
+def fails_on_the_last_rank(ctx: Context) -> None:
+    check_equal(ctx.rank, min(ctx.rank, ctx.world_size - 2), what="rank")
+
+
+@case("SCH-03", procs=(2,), requires=("answer", "question"))
+def is_skipped(ctx: Context) -> None:
+    raise AssertionError("expected not to be called")
+
+
+@case("SCH-04", procs=(2,))
+def hangs(ctx: Context) -> None:
+    threading.Event().wait()
+
+
+@case("SCH-05", procs=(2,))
+def kills_a_rank(ctx: Context) -> None:
+    if ctx.rank == 0:
+        os._exit(5)
+
+
+def run_toys(*ids: str, adapter: Adapter = TOY, **options: Any) -> results.Run:
+    known = {found.id.partition(".")[2]: found for found in cases_of(sys.modules[__name__])}
+    plan = runner.Plan(adapter, [known[name] for name in ids], **{"procs": (2,), **options})
+    return runner.run(plan)
+
+
+def test_cases_are_found_in_order_with_their_ids() -> None:
+    found = cases_of(sys.modules[__name__])
+    names = ["passes", "fails_on_the_last_rank", "is_skipped", "hangs", "kills_a_rank"]
+    assert [one.id for one in found] == [f"test_runner.{name}" for name in names]
+    assert found[2] == Case("test_runner.is_skipped", "SCH-03", (2,), ("answer", "question"), (), found[2].reference)
+
+
+def test_each_kind_of_result_and_that_the_run_goes_on() -> None:
+    run = run_toys("fails_on_the_last_rank", "is_skipped", "kills_a_rank", "passes")
+    assert [result.result for result in run.results] == ["fail", "skip", "error", "pass"]
+    fail, skip, error, passed = (result.message for result in run.results)
+    assert "rank 1 raised CheckFailed" in fail
+    assert "rank: expected 0, but got 1" in fail
+    assert skip == "no question"
+    assert "rank 0 ended with exit code 5" in error
+    assert passed == ""
+    assert run.totals == {"pass": 1, "fail": 1, "xfail": 0, "xpass": 0, "skip": 1, "error": 1, "timeout": 0}
+    assert run.versions == {"toy": "1.5"}
+    assert not run.ok
+
+
+def test_a_case_that_hangs_is_a_timeout_with_the_stacks_of_all_ranks() -> None:
+    run = run_toys("hangs", timeout=1.0)
+    assert [result.result for result in run.results] == ["timeout"]
+    assert "no answer from ranks [0, 1] within 1 s" in run.results[0].message
+    assert run.results[0].message.count("in hangs") == 2
+    assert not run.ok
+
+
+def test_a_case_runs_on_the_numbers_of_processes_that_both_sides_name() -> None:
+    run = run_toys("passes", "is_skipped", procs=(2, 1, 4))
+    assert [(result.id.partition(".")[2], result.procs) for result in run.results] == [
+        ("passes", 1),
+        ("passes", 2),
+        ("is_skipped", 2),
+    ]
+    assert run.ok
+
+
+def test_an_implementation_that_does_not_load_is_an_error_for_every_case() -> None:
+    run = run_toys("passes", "fails_on_the_last_rank", adapter=BROKEN)
+    assert [result.result for result in run.results] == ["error", "error"]
+    assert all("the toy is broken" in result.message for result in run.results)
+
+
+def test_nothing_run_is_not_ok() -> None:
+    assert not run_toys().ok
+
+
+def gap(name: str, **options: Any) -> Gap:
+    return Gap(f"test_runner.{name}", reason="it is a toy", link=LINK, **options)
+
+
+def test_an_expected_failure_and_an_unexpected_pass() -> None:
+    gaps = [gap("fails_on_the_last_rank"), gap("kills_a_rank")]
+    run = run_toys("fails_on_the_last_rank", "kills_a_rank", gaps=gaps)
+    assert [result.result for result in run.results] == ["xfail", "xfail"]
+    assert run.results[0].message.startswith(f"it is a toy ({LINK})\n")
+    assert run.ok
+    run = run_toys("passes", gaps=[gap("passes")])
+    assert [result.result for result in run.results] == ["xpass"]
+    assert "remove the entry" in run.results[0].message
+    assert not run.ok
+
+
+@pytest.mark.parametrize(
+    ("options", "result"),
+    [
+        ({"procs": (2,)}, "xfail"),
+        ({"procs": (1, 4)}, "fail"),
+        ({"versions": {"toy": "<2"}}, "xfail"),
+        ({"versions": {"toy": ">=2"}}, "fail"),
+        ({"versions": {"toy": "<2", "other": "<2"}}, "fail"),
+        ({"saying": "expected 0, but got 1"}, "xfail"),
+        ({"saying": "something else"}, "fail"),
+    ],
+)
+def test_bounds_of_an_expected_failure(options: dict[str, Any], result: str) -> None:
+    run = run_toys("fails_on_the_last_rank", gaps=[gap("fails_on_the_last_rank", **options)])
+    assert [one.result for one in run.results] == [result]
+
+
+def test_a_gap_does_not_turn_a_skip_into_anything() -> None:
+    assert [one.result for one in run_toys("is_skipped", gaps=[gap("is_skipped")]).results] == ["skip"]
+
+
+def test_gaps_are_read_from_a_file(tmp_path: Path) -> None:
+    entry = {"case": "a.b", "procs": [2], "versions": {"toy": "<2"}, "reason": "r", "link": LINK}
+    path = tmp_path / "toy.json"
+    path.write_text(json.dumps({"implementation": "toy", "gaps": [entry]}))
+    assert load_gaps(path, known_cases=["a.b"]) == [Gap("a.b", "r", LINK, procs=(2,), versions={"toy": "<2"})]
+    with pytest.raises(ValueError, match=r"toy\.json to name cases of the suite, but got 'a\.b': remove the entry"):
+        load_gaps(path, known_cases=["a.c"])
+
+
+def test_json_report(tmp_path: Path) -> None:
+    run = run_toys("passes", "is_skipped")
+    report.write_json(run, path=tmp_path / "deep" / "report.json")
+    content = json.loads((tmp_path / "deep" / "report.json").read_text())
+    assert content["impl"] == "toy"
+    assert content["versions"] == {"toy": "1.5"}
+    assert content["totals"] == run.totals
+    assert list(content["totals"]) == list(results.KINDS)
+    first, second = content["cases"]
+    assert first.pop("seconds") >= 0
+    assert first == {"id": "test_runner.passes", "clause": "SCH-01", "procs": 2, "result": "pass", "message": ""}
+    assert second["message"] == "no question"
+
+
+def test_the_listener_hears_of_every_case_in_turn() -> None:
+    heard: list[str] = []
+
+    class Ear:
+        def started(self, case: Case, *, procs: int) -> None:
+            heard.append(f"{case.id} on {procs}")
+
+        def finished(self, result: Result) -> None:
+            heard.append(result.result)
+
+    plan = runner.Plan(TOY, cases_of(sys.modules[__name__])[:2], procs=(1,))
+    runner.run(plan, listener=Ear())
+    assert heard == ["test_runner.passes on 1", "pass", "test_runner.fails_on_the_last_rank on 1", "fail"]
+
+
+def test_console_report_shows_clauses_counts_and_failures() -> None:
+    run = results.Run(
+        "toy",
+        {"toy": "1.5"},
+        [
+            Result("m.a", "SCH-01", 1, "pass", 0.5),
+            Result("m.b", "SCH-01", 1, "pass", 0.5),
+            Result("m.a", "SCH-01", 2, "fail", 0.5, "list[int] is [not] markup"),
+        ],
+    )
+    console = Console(record=True, width=160, file=open(os.devnull, "w"))  # noqa: SIM115
+    with report.LiveProgress(console, total=3) as progress:
+        for result in run.results:
+            progress.finished(result)
+    console.print(report.summary_table(run))
+    console.print(report.totals_text(run))
+    text = console.export_text()
+    assert "FAIL m.a on 2" in text
+    assert "list[int] is [not] markup" in text
+    row = next(line for line in text.splitlines() if "SCH-01" in line and "must" in line)
+    assert "pass 2" in row
+    assert "fail" in row
+    assert "2 pass, 1 fail in 1.5 s" in text

@@ -1,0 +1,86 @@
+"""The spec and the suite's own data hang together."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections import Counter
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+
+import pytest
+
+from hpcompat_conformance import cases, expected, impl, spec
+from hpcompat_conformance.case import all_cases, case
+from hpcompat_conformance.impl import adapter_named, adapter_names
+from hpcompat_conformance.spec import Clause
+
+
+def test_every_clause_has_a_case() -> None:
+    assert {one.clause for one in all_cases()} == set(spec.clauses())
+
+
+def test_case_ids_are_unique_and_every_case_runs_somewhere() -> None:
+    counts = Counter(one.id for one in all_cases())
+    assert [name for name, count in counts.items() if count > 1] == []
+    assert all(one.procs and set(one.procs) <= {1, 2, 4} for one in all_cases())
+
+
+def test_clauses_are_sentences_with_a_source() -> None:
+    for clause in spec.clauses().values():
+        assert re.fullmatch(r"[A-Z]{3}-\d\d", clause.id)
+        assert clause.sentence.endswith(".")
+        assert clause.source
+
+
+def test_an_unknown_level_or_clause_is_refused() -> None:
+    with pytest.raises(ValueError, match="in clause ABC-01, but got 'perhaps'"):
+        Clause(id="ABC-01", group="g", level="perhaps", sentence="It is.", source="s")
+    with pytest.raises(ValueError, match=rf"expected a clause of spec {spec.VERSION}, but got 'ABC-01'"):
+        case("ABC-01", procs=(1,))
+
+
+def test_reports_are_ids_of_the_collection() -> None:
+    assert all(re.fullmatch(r"A\d+", report) for one in all_cases() for report in one.reports)
+
+
+@pytest.mark.parametrize("path", sorted(expected.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_expected_gaps_name_cases_reasons_links_and_bounds(path: Path) -> None:
+    gaps = expected.load_gaps(path, known_cases=[one.id for one in all_cases()])
+    assert path.stem in adapter_names()
+    assert json.loads(path.read_text())["implementation"] == path.stem
+    for gap in gaps:
+        assert gap.reason
+        assert gap.saying, f"{gap.case}: another failure of it would be taken for this one"
+        assert gap.versions, f"{gap.case}: without a version bound nobody will look at it again"
+        assert gap.link.startswith("https://")
+
+
+def test_cases_name_no_framework_and_no_implementation() -> None:
+    for file in Path(cases.__file__).parent.glob("*.py"):
+        tree = ast.parse(file.read_text())
+        imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        allowed = {"numpy", "typing", "__future__", "collections"}
+        assert {name for name in imported if name.split(".")[0] not in allowed | {"hpcompat_conformance"}} == set()
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not attributes & {"implementation", "capabilities", "name", "versions"}
+
+
+def test_adapters_are_found_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint(
+        name="mine", value="hpcompat_conformance.adapters.torch_fsdp2:ADAPTER", group=impl.ENTRY_POINT_GROUP
+    )
+    monkeypatch.setattr(impl, "entry_points", lambda **selection: EntryPoints([point]).select(**selection))
+    assert adapter_names() == ["hpcompat-torch", "mine", "torch-fsdp2"]
+    assert adapter_named("mine").load == "hpcompat_conformance.adapters.torch_fsdp2:load"
+    with pytest.raises(ValueError, match="out of hpcompat-torch, mine, torch-fsdp2, but got 'yours'"):
+        adapter_named("yours")
+
+
+def test_an_entry_point_that_is_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint(name="mine", value="json:dumps", group=impl.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(impl, "entry_points", lambda **selection: EntryPoints([point]).select(**selection))
+    with pytest.raises(TypeError, match="to name an Adapter"):
+        adapter_named("mine")
