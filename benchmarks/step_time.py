@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import platform
 import queue
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -83,7 +85,9 @@ def _positive(text: str) -> int:
 
 def measure(settings: Settings, *, console: Console) -> dict[str, Any]:
     """Run the workers to their end; a failure of one is raised here with its traceback."""
-    os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)  # read by the workers when they import torch
+    # Read by the workers when they import torch, and when gloo looks for an interface: all ranks are on this machine.
+    os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     outbox: Any = multiprocessing.get_context("spawn").Queue()
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, console.status("starting") as status:
@@ -129,6 +133,15 @@ def _processor_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN: a ratio that does not exist is null."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print the tables, write the file."""
     settings, json_path = parse_arguments(arguments)
@@ -141,7 +154,7 @@ def main(arguments: list[str] | None = None) -> None:
     result = {**header, **measured}
     print_report(console, result)
     if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=2) + "\n")
+        json_path.write_text(json.dumps(_without_nan(result), indent=2, allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

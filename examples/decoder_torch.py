@@ -145,6 +145,8 @@ def start(options: Options) -> World:
 
 
 def finish() -> None:
+    # A gloo thread that still holds a tensor when the interpreter ends would abort the process: let them finish.
+    dist.barrier()
     dist.destroy_process_group()
 
 

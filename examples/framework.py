@@ -40,7 +40,7 @@ class Framework(Protocol):
         """Pick the device and join the process group, or make one of size 1 when no launcher started this process."""
 
     def finish(self) -> None:
-        """Leave the process group."""
+        """Wait for all ranks and leave the process group."""
 
     def build_model(self, options: Options) -> Any:
         """The whole decoder; its weights depend on the options alone, so every call on every rank gives the same."""

@@ -108,11 +108,10 @@ def main() -> int:
     options = parse_options()
     framework = load_framework(options.backend)
     world = framework.start(options)
-    try:
-        corpus = Corpus(standard_library_text(), seq_len=options.seq_len, seed=options.seed)
-        return run(Job(framework, options, world, corpus))
-    finally:
-        framework.finish()
+    corpus = Corpus(standard_library_text(), seq_len=options.seq_len, seed=options.seed)
+    exit_code = run(Job(framework, options, world, corpus))
+    framework.finish()  # Not after an error: the other ranks may never come to the end, where this one would wait.
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 The tables below name them; to look closer, add rows. A kind may have several functions, and functions may call each
 other: time counts for the innermost one that is listed. A function must be named where its caller looks it up, and a
-class is patched before any model is wrapped, because hooks keep bound methods. Timing a call costs some 0.5 us itself.
+class is patched before any model is wrapped, because hooks keep bound methods. Timing a call costs about 2 us itself.
 """
 
 from __future__ import annotations
@@ -78,6 +78,12 @@ class KindTime:
 
     num_calls: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    def add(self, num_calls: int, seconds: float, cpu_seconds: float) -> None:
+        self.num_calls += num_calls
+        self.seconds += seconds
+        self.cpu_seconds += cpu_seconds
 
 
 @dataclass
@@ -86,24 +92,23 @@ class HookClock:
 
     kinds: dict[str, KindTime] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    _inner_seconds: list[float] = field(default_factory=list)
+    _inner: list[KindTime] = field(default_factory=list)
 
     def wrap(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, on the clock."""
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            self._inner_seconds.append(0.0)
+            self._inner.append(KindTime())
+            start, cpu_start = time.perf_counter(), time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                elapsed = time.perf_counter() - start
-                total = self.kinds[kind]
-                total.num_calls += 1
-                total.seconds += elapsed - self._inner_seconds.pop()
-                if self._inner_seconds:
-                    self._inner_seconds[-1] += elapsed
+                seconds, cpu_seconds = time.perf_counter() - start, time.thread_time() - cpu_start
+                inner = self._inner.pop()
+                self.kinds[kind].add(1, seconds - inner.seconds, cpu_seconds - inner.cpu_seconds)
+                if self._inner:
+                    self._inner[-1].add(0, seconds, cpu_seconds)
 
         return timed
 

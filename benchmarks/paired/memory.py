@@ -8,14 +8,17 @@ cache for its next use counts in full. Left out are the storages that are there 
 input. The profiler's memory events would not do: gloo's threads often drop the last reference to a buffer, and the
 profiler does not see what those threads free.
 
-Two quantities:
+Three quantities:
 
 `unsharded`: peak bytes of whole parameters and gather buffers. Separated from all else by running the step with frozen
 parameters and one token of input that requires a gradient: both passes gather and free as always, but there are no
 parameter gradients, and activations are a few KB (the `bare` column, which has nothing else).
 
-`step`: peak bytes of an ordinary training step, in which gradients, reduction buffers and activations count too. `bare`
-is the same for the model without sharding; its own parameters are left out, its gradients are whole.
+`one_token`: the same step with trainable parameters: whole and sharded gradients and reduction buffers count too.
+
+`step`: peak bytes of the step that is timed, with its activations.
+
+`bare` is the model without sharding; its own parameters are left out, its gradients are whole.
 
 Peaks are the smallest over a few identical steps (gloo's threads may hold a buffer for a moment longer than its
 owner), on the rank where they are largest.
@@ -38,6 +41,11 @@ from torch.utils._pytree import tree_leaves
 from paired.cases import Case
 from paired.sides import SIDES, SideName, shard
 
+QUANTITIES: dict[str, dict[str, bool]] = {
+    "unsharded": {"frozen": True, "one_token": True},
+    "one_token": {"frozen": False, "one_token": True},
+    "step": {"frozen": False, "one_token": False},
+}
 NUM_WARMUP_STEPS = 2
 NUM_WATCHED_STEPS = 3
 
@@ -76,13 +84,13 @@ class StorageWatch(TorchDispatchMode):
 def measure_peaks(
     case: Case, *, ours: str, mesh: DeviceMesh, device: torch.device, rank: int
 ) -> dict[str, dict[str, int]]:
-    """`{"unsharded": {"ours", "native", "bare"}, "step": {...}}` in bytes; all ranks call this together."""
-    peaks: dict[str, dict[str, int]] = {"unsharded": {}, "step": {}}
-    for name in SIDES:
-        for quantity in peaks:
-            frozen = quantity == "unsharded"
+    """Quantity -> side -> bytes; all ranks call this together."""
+    peaks: dict[str, dict[str, int]] = {quantity: {} for quantity in QUANTITIES}
+    for quantity, kind in QUANTITIES.items():
+        frozen = kind["frozen"]
+        for name in SIDES:
             model = _make_model(case, name=name, ours=ours, mesh=mesh, device=device, frozen=frozen)
-            batch = case.make_input(device, rank=rank, one_token=frozen).requires_grad_(frozen)
+            batch = case.make_input(device, rank=rank, one_token=kind["one_token"]).requires_grad_(frozen)
             peaks[quantity][name] = _peak_of_step(model, batch=batch, device=device)
     return peaks
 

@@ -76,7 +76,11 @@ def _memory(peaks: dict[str, dict[str, dict[str, int]]]) -> Table:
     table = Table(title="Peak bytes allocated in a step, beyond the sharded parameters (MiB)")
     for heading in ("case", "what", "ours", "native", "bare", "ratio"):
         table.add_column(heading, justify="left" if heading in ("case", "what") else "right")
-    meaning = {"unsharded": "whole parameters and gather buffers", "step": "all, in a training step"}
+    meaning = {
+        "unsharded": "whole parameters and gather buffers",
+        "one_token": "the same, gradients and reduction buffers",
+        "step": "all, in the timed step",
+    }
     for name, quantities in peaks.items():
         for quantity, sides in quantities.items():
             megabytes = (f"{sides[side] / MEGA:.3f}" for side in ("ours", "native", "bare"))
@@ -86,18 +90,21 @@ def _memory(peaks: dict[str, dict[str, dict[str, int]]]) -> Table:
 
 def _profile(name: str, profile: dict[str, Any]) -> Table:
     table = Table(title=f"{name}: us per unit and step ({profile['num_units']} units)")
-    for heading in ("where", "ours", "calls", "native", "calls"):
+    for heading in ("where", "ours", "CPU", "calls", "native", "CPU", "calls"):
         table.add_column(heading, justify="left" if heading == "where" else "right")
     sides = [profile["ours"], profile["native"]]
     for kind in dict.fromkeys(kind for side in sides for kind in side["kinds"]):
-        cells: list[str] = []
-        for side in sides:
-            found = side["kinds"].get(kind)
-            cells += [f"{found['us_per_unit']:.1f}", f"{found['calls_per_step']:.0f}"] if found else ["-", "-"]
-        table.add_row(kind, *cells)
-    for label, key in (("rest", "rest_us_per_unit"), ("step - bare", "added_us_per_unit")):
-        table.add_row(label, *(cell for side in sides for cell in (f"{side[key]:.1f}", "")))
-    missing = sorted({target for side in sides for target in side["missing"]})
-    if missing:
+        table.add_row(kind, *(cell for side in sides for cell in _cells(side["kinds"].get(kind), side, kind=kind)))
+    table.add_section()
+    for label, key in (("rest", "rest"), ("step - bare", "added")):
+        table.add_row(label, *(cell for side in sides for cell in _cells(side[key], side)))
+    if missing := sorted({target for side in sides for target in side["missing"]}):
         table.caption = "not found, so counted in the rest: " + ", ".join(missing)
     return table
+
+
+def _cells(row: dict[str, float] | None, side: dict[str, Any], *, kind: str | None = None) -> tuple[str, str, str]:
+    if row is None:
+        return "-", "-", "-"
+    calls = "" if kind is None else f"{side['calls_per_step'][kind]:.0f}"
+    return f"{row['us']:.1f}", f"{row['cpu_us']:.1f}", calls

@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from statistics import median
 
 import torch
@@ -136,7 +137,7 @@ class Timings:
         """How the two compare in what they add to the bare model's step; NaN if native adds nothing."""
         bare = _median(self.bare)
         added = _median(self.native) - bare
-        return (_median(self.ours) - bare) / added if added > 0 else float("nan")
+        return (_median(self.ours) - bare) / added if added > 0 else nan
 
     def interval(self, statistic: Callable[[Timings], float]) -> tuple[float, float]:
         """5th and 95th percentile of a statistic over resampled rounds."""

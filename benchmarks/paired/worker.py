@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paired.cases import CASES, Case
 from paired.memory import measure_peaks
-from paired.profile import Detail, profile_case
+from paired.profile import NUM_ROUNDS, Detail, profile_case
 from paired.sides import SIDES, make_side
 from paired.timing import Lane, Timings, milliseconds, run_rounds
 
@@ -132,7 +132,8 @@ class _Run:
     def _profile(self, case: Case) -> dict[str, Any]:
         self._progress(f"profile of {case.name}")
         detail = self.settings.profile or "hooks"
-        return profile_case(case, **self.place, detail=detail, num_steps=self.settings.num_steps)
+        num_rounds = self.settings.num_rounds or NUM_ROUNDS
+        return profile_case(case, **self.place, detail=detail, num_rounds=num_rounds, num_steps=self.settings.num_steps)
 
     def _progress(self, text: str) -> None:
         if self.rank == 0:

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         plan = _plan(args, cases=cases, known=known)
     except (ValueError, OSError) as error:
-        complaints.print(f"error: {escape(str(error))}", highlight=False)
+        complaints.print(f"error: {escape(str(error))}", highlight=False, soft_wrap=True)
         return BAD_USAGE
     with report.LiveProgress(console, total=plan.size) as progress:
         outcome = runner.run(plan, listener=progress)

@@ -11,6 +11,10 @@ order.
 [Note: held gather]
 In forward with streams, the buffer of the last gather is held until the next gather has been copied out, so that this
 copy overlaps the next collective without both using one block of memory.
+
+[Note: kept outputs]
+A reduction's output is allocated on the reduce stream. Where an all-reduce or a hook then uses it on another stream,
+dropping it would let the next reduction write into it too early, so it is kept until the end of backward.
 """
 
 from __future__ import annotations
@@ -68,6 +72,8 @@ class CommContext:
         self._held_gather: tuple[Gather, Any] | None = None
         self._reductions: deque[Reduction] = deque()
         self._post_reduce_events: dict[Any, Any] = {}
+        # [Note: kept outputs]
+        self._kept: list[Reduction] = []
 
     def lazy_init(self, streams: Streams) -> None:
         if self._is_initialized:
@@ -115,6 +121,8 @@ class CommContext:
         if self.has_streams:
             reduction.complete()
             self._post_reduce_events[reduction.post_stream] = reduction.post_event
+            if reduction.post_stream is not self.reduce_stream:
+                self._kept.append(reduction)
 
     def make_room(self) -> None:
         """Retire the oldest reductions until one more may keep its input."""
@@ -153,3 +161,4 @@ class CommContext:
             for event in self._post_reduce_events.values():
                 current.wait_event(event)
             self._post_reduce_events.clear()
+        self._kept.clear()

@@ -82,8 +82,9 @@ def single_process(make: Callable[[], ref.Module], batches: Iterable[ref.Value],
 
 
 def join(shards: list[Gradients], *, dim: int = 0) -> Gradients:
-    """Whole gradients from every rank's shards."""
-    return {name: np.concatenate([shard[name] for shard in shards], axis=dim) for name in shards[0]}
+    """Whole gradients from every rank's shards; without those that no rank has."""
+    pieces = {name: [shard[name] for shard in shards] for name in shards[0]}
+    return {name: np.concatenate(of, axis=dim) for name, of in pieces.items() if not all(piece is None for piece in of)}
 
 
 def assert_equal(actual: Gradients, expected: Gradients) -> None:

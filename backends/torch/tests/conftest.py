@@ -15,7 +15,7 @@ from hpcompat_conformance.pytest_plugin import pool as pool
 def one_rank() -> Iterator[None]:
     """This process is the only rank of a gloo group.
 
-    For the session, not for a module: DTensor caches specs by mesh value, and a cached spec names a group that must stay.
+    For the session, not for a module: DTensor caches specs by mesh value, and the group of a cached spec must stay.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

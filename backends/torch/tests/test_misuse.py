@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from misuse.table import BY_ID, ROWS
 
 OURS = "hpcompat"
 NATIVE = "torch.distributed.fsdp"
-ROW_IDS = [row.id for row in ROWS]
+MENDED = [row for row in ROWS if not row.gap]
 NATIVE_ROWS = [row for row in ROWS if row.native is not None]
 
 pytestmark = [
@@ -32,6 +33,11 @@ def raised_by(row: Misuse, *, api: str, pool: PoolSet) -> list[Raised | None]:
     return pool(row.world_size).run("misuse.remote:provoke", row=row.id, api=api)
 
 
+def as_test(row: Misuse) -> Any:
+    marks = [pytest.mark.xfail(reason=row.gap, strict=True)] if row.gap else []
+    return pytest.param(row, id=row.id, marks=marks)
+
+
 def faults(row: Misuse, raised: Raised | None) -> list[str]:
     """What is wrong with the error; nothing if it is as documented."""
     if raised is None:
@@ -41,7 +47,7 @@ def faults(row: Misuse, raised: Raised | None) -> list[str]:
     return wrong_types + [f"no {text!r}" for text in patterns if not re.search(text, raised.message, re.DOTALL)]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=ROW_IDS)
+@pytest.mark.parametrize("row", [as_test(row) for row in ROWS])
 def test_raises_the_documented_error(row: Misuse, pool: PoolSet) -> None:
     by_rank = raised_by(row, api=OURS, pool=pool)
     assert [faults(row, raised) for raised in by_rank] == [[]] * row.world_size, by_rank
@@ -56,7 +62,7 @@ def test_native_raises_a_class_that_ours_is_too(row: Misuse, pool: PoolSet) -> N
 
 def test_rows_are_told_apart() -> None:
     assert len(BY_ID) == len(ROWS)
-    assert len(ROWS) >= 40
+    assert len(MENDED) >= 40
 
 
 def test_every_switch_has_a_row() -> None:

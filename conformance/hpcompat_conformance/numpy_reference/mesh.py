@@ -11,13 +11,16 @@ from hpcompat.mesh import DataParallelMeshDims
 from hpcompat_conformance.numpy_reference.world import Array, Group, Rank, current_rank
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DeviceMesh:
     """``ranks`` is an array with one dim per axis; ``rank`` is the member that looks at it."""
 
     ranks: Array
     mesh_dim_names: tuple[str, ...] | None
     rank: Rank
+
+    def __repr__(self) -> str:
+        return f"DeviceMesh({self.ranks.shape}, mesh_dim_names={self.mesh_dim_names})"
 
     @property
     def ndim(self) -> int:

@@ -83,7 +83,7 @@ class TorchFramework:
     def local(self, parameter: torch.Tensor) -> Array:
         if not isinstance(parameter, DTensor):
             raise TypeError("expected a distributed parameter, but got a plain tensor: it is not sharded")
-        return self.array(parameter.detach().to_local())
+        return self.array(parameter.to_local())
 
     def full(self, parameter: torch.Tensor) -> Array:
         detached = parameter.detach()
@@ -96,7 +96,7 @@ class TorchFramework:
         return output.float().square().sum() * 0.5
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
+        torch.autograd.backward(loss)
 
     def no_grad(self) -> AbstractContextManager[Any]:
         return torch.no_grad()
@@ -106,7 +106,8 @@ class TorchFramework:
 
     def optimizer(self, module: nn.Module, *, kind: str, lr: float) -> Optimizer:
         kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
-        return kinds[kind](module.parameters(), lr=lr)
+        optimizer: Optimizer = kinds[kind](module.parameters(), lr=lr)
+        return optimizer
 
     def collectives(self) -> AbstractContextManager[list[Collective]]:
         return collectives.record()

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ def _tidy(shelf: groups.GroupShelf) -> dict[str, int]:
     _collect_garbage()
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
-    world = dist.group.WORLD
+    world: Any = dist.group.WORLD
     if world is None:
         raise RuntimeError("expected the job to leave the default process group alone, but it is gone")
     shelf.put_back()
@@ -45,7 +46,7 @@ def _collect_garbage() -> None:
     gc.freeze()
 
 
-def _store(context: WorkerContext) -> dist.Store:
+def _store(context: WorkerContext) -> Any:
     """A TCP store on a port that the system chose. The other ranks learn it through a file: a port picked beforehand
     may be taken by the time it is used."""
     port_file = dist.FileStore(str(context.scratch / "port"), context.world_size)

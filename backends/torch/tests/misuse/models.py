@@ -17,7 +17,7 @@ def linear(rows: int = 4) -> nn.Linear:
 
 @functools.cache
 def mesh(*sizes: int, names: str | None = None) -> DeviceMesh:
-    """A CPU mesh; ``names`` are separated by spaces. Made once: DTensor remembers by value the first of equal meshes."""
+    """A CPU mesh; ``names`` are separated by spaces. Made once: of equal meshes DTensor remembers the first."""
     return init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names.split()) if names else None)
 
 
@@ -29,7 +29,7 @@ def with_parameter(parameter: torch.Tensor) -> nn.Module:
 
 
 def with_distributed_parameters(device_mesh: DeviceMesh, placements: Any = None) -> nn.Linear:
-    """A linear layer whose parameters are DTensors on ``device_mesh``, replicated unless ``placements`` says otherwise."""
+    """A linear layer whose parameters are DTensors on ``device_mesh``, replicated or as ``placements`` says."""
     module = linear()
     placements = placements or [Replicate()] * device_mesh.ndim
     for name, parameter in list(module.named_parameters()):

@@ -13,11 +13,12 @@ Provoke = Callable[[Any], object]
 class Misuse:
     """A mistake and its error.
 
-    ``provoke`` makes the mistake with the names of an API: hpcompat, or ``torch.distributed.fsdp`` where ``native`` is set.
-    The error must be an instance of each of ``types``. ``message`` is a regular expression for what the error names (the
-    parameter, axis or argument) and what came; ``advice`` one for what to do about it. ``clause`` is the clause of FSDP2's
-    behaviour, or the public report, that asks for the error. ``native`` is the class that native FSDP2 raises for the same
-    calls; it must be one of ``types``, so that code which catches native's error catches ours.
+    ``provoke`` makes the mistake with the names of an API: hpcompat, or ``torch.distributed.fsdp`` where ``native`` is
+    set. The error must be an instance of each of ``types``. ``message`` is a regular expression for what the error
+    names (the parameter, axis or argument) and what came; ``advice`` one for what to do about it. ``clause`` is the
+    clause of FSDP2's behaviour, or the public report, that asks for the error. ``native`` is the class that native
+    FSDP2 raises for the same calls; it must be one of ``types``, so that code which catches native's error catches
+    ours. ``gap`` says what happens instead as long as the error is not as it should be.
     """
 
     id: str
@@ -28,6 +29,7 @@ class Misuse:
     clause: str
     native: type[Exception] | None = None
     world_size: int = 1
+    gap: str = ""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from parity.combos import Combo
 from parity.models import ModelCase
 from parity.plants import planted
 from parity.registry import ALL_MODELS
-from parity.settings import before_microbatch
+from parity.setters import before_microbatch
 from parity.training import sharded, units
 
 PUBLIC_FUNCTIONS = (
@@ -122,8 +122,7 @@ def training(combo: Combo, model: ModelCase, module: nn.Module) -> None:
     rank = dist.get_rank()
     for step in range(2):
         for micro in range(combo.accumulation):
-            for unit in units(module):
-                before_microbatch(combo, unit, is_last=micro == combo.accumulation - 1)
+            before_microbatch(combo, units(module), is_last=micro == combo.accumulation - 1)
             model.loss(module, model.batch(rank, step * combo.accumulation + micro)).backward()
         module.zero_grad()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -92,7 +91,7 @@ def attempt(run: Callable[[], Trace]) -> tuple[Trace | None, str | None]:
 
 def compare(
     combo: dict[str, Any],
-    ours: str = os.environ.get("PARITY_OURS", "hpcompat"),
+    ours: str = "hpcompat",
     theirs: str = "native",
     plant: str | None = None,
 ) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Worker pools for the parity tests, and one way to run a comparison on all ranks."""
+"""One way to run a comparison on all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from hpcompat_conformance.pool import PoolSet
-from hpcompat_conformance.pytest_plugin import pool as pool
 from parity.combos import Combo
 from parity.running import Compare
 

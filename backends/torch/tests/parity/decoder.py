@@ -11,7 +11,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes of the decoder. `vocab` is odd on purpose: its rows never divide evenly over 2 or 4 ranks."""
+    """Sizes of the decoder.
+
+    `vocab` is odd on purpose: its rows never divide evenly over 2 or 4 ranks. Layer i is `ffn + 4 * i` wide, so that
+    the size of a collective tells which layer it belongs to.
+    """
 
     vocab: int = 33
     hidden: int = 16
@@ -69,11 +73,11 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden, config.ffn, bias=False)
-        self.up_proj = nn.Linear(config.hidden, config.ffn, bias=False)
-        self.down_proj = nn.Linear(config.ffn, config.hidden, bias=False)
+        self.gate_proj = nn.Linear(hidden, width, bias=False)
+        self.up_proj = nn.Linear(hidden, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
@@ -82,12 +86,12 @@ class SwiGLU(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward, each with a residual."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden, eps=1e-5)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.hidden, eps=1e-5)
-        self.ffn = SwiGLU(config)
+        self.ffn = SwiGLU(config.hidden, config.ffn + 4 * index)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin)
@@ -100,7 +104,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.embed = nn.Embedding(config.vocab, config.hidden)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=1e-5)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         if config.tied:

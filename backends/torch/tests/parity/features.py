@@ -33,8 +33,8 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared = Block()
-        self.other = Block()
+        self.shared = Block(20)
+        self.other = Block(28)
         self.head = nn.Linear(WIDTH, 5)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -46,9 +46,9 @@ class Unused(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = Block()
+        self.first = Block(20)
         self.first.spare = nn.Parameter(torch.ones(WIDTH))
-        self.second = Block()
+        self.second = Block(28)
         self.head = nn.Linear(WIDTH, 5)
         self.num_calls = 0
 
@@ -100,9 +100,9 @@ class Containers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.splits = Splits()
-        self.packs = Packs()
-        self.unpacks = Unpacks()
+        self.splits = Splits(20)
+        self.packs = Packs(24)
+        self.unpacks = Unpacks(28)
         self.head = nn.Linear(WIDTH, 5)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -113,8 +113,8 @@ class Containers(nn.Module):
 class DroppingBlock(Block):
     """A block with dropout: recomputation must see the same random numbers. May checkpoint its own inside."""
 
-    def __init__(self, inside: bool | None = None) -> None:
-        super().__init__()
+    def __init__(self, hidden: int, inside: bool | None = None) -> None:
+        super().__init__(hidden)
         self.inside = inside
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class Checkpointed(nn.Module):
     def __init__(self, *, reentrant: bool, inside: bool) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(DroppingBlock(reentrant if inside else None) for _ in range(2))
+        self.blocks = nn.ModuleList(DroppingBlock(hidden, reentrant if inside else None) for hidden in (20, 28))
         self.head = nn.Linear(WIDTH, 5)
         self.reentrant = reentrant
         self.inside = inside
@@ -146,6 +146,24 @@ def checkpointed(*, reentrant: bool, inside: bool) -> ModelCase:
     name = f"checkpoint-{where}-{'reentrant' if reentrant else 'saved-hooks'}"
     build = seeded(lambda: Checkpointed(reentrant=reentrant, inside=inside))
     return ModelCase(name, build, wrap_blocks, vectors(WIDTH, 5), squared_error)
+
+
+class Generator(nn.Module):
+    """Trained through a method that is not `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(20)
+        self.head = nn.Linear(WIDTH, 5)
+
+    def generate(self, inputs: Tensor) -> Tensor:
+        return self.head(self.block(inputs))
+
+
+def generate_error(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss by way of `generate`."""
+    inputs, targets = batch
+    return F.mse_loss(module.generate(inputs).float(), targets)
 
 
 def two_forwards(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -188,6 +206,7 @@ FEATURES: dict[str, ModelCase] = {
         simple("twice", Twice),
         simple("unused", Unused),
         simple("containers", Containers),
+        ModelCase("generate", seeded(Generator), wrap_blocks, vectors(WIDTH, 5), generate_error),
         ModelCase("two-forwards", seeded(make_mlp), wrap_blocks, vectors(WIDTH, 5), two_forwards),
         ModelCase("meta", build_meta, wrap_meta, vectors(WIDTH, 5), squared_error),
         ModelCase("meta-assigned", build_meta, wrap_assigned, vectors(WIDTH, 5), squared_error),
@@ -198,5 +217,5 @@ FEATURES: dict[str, ModelCase] = {
     )
 }
 
-PATTERNS = tuple(name for name in FEATURES if name != "unused")
-"""All but the one whose gradients are sometimes missing."""
+PATTERNS = tuple(name for name in FEATURES if name not in ("unused", "generate"))
+"""All but those that need settings of their own."""

@@ -77,12 +77,15 @@ def cross_entropy(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Block(nn.Module):
-    """Two linear layers with a residual; the second has no bias."""
+    """Two linear layers with a residual; the second has no bias.
 
-    def __init__(self, width: int = WIDTH) -> None:
+    Blocks of one model differ in `hidden`, so that the size of a collective tells whose it is.
+    """
+
+    def __init__(self, hidden: int = 2 * WIDTH) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width, bias=False)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs + self.down(F.gelu(self.up(inputs)))
@@ -94,8 +97,8 @@ class Nest(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
-        self.first = Block()
-        self.second = Block()
+        self.first = Block(20)
+        self.second = Block(28)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.second(self.first(inputs * self.scale)) * self.scale
@@ -144,7 +147,7 @@ def seeded(factory: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
 
 
 def make_mlp() -> nn.Module:
-    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 5))
+    return nn.Sequential(Block(20), Block(28), nn.Linear(WIDTH, 5))
 
 
 def make_uneven() -> nn.Module:
@@ -156,7 +159,7 @@ def make_uneven() -> nn.Module:
 
 def make_frozen() -> nn.Module:
     """One block wholly frozen, half of another frozen, the rest trainable."""
-    module = nn.Sequential(Block(), Block(), Block(), nn.Linear(WIDTH, 5))
+    module = nn.Sequential(Block(20), Block(24), Block(28), nn.Linear(WIDTH, 5))
     module[1].requires_grad_(False)
     module[2].up.requires_grad_(False)
     return module
@@ -215,7 +218,7 @@ MODELS: dict[str, ModelCase] = {
         ModelCase("uneven", seeded(make_uneven), wrap_children, vectors(6, 1), squared_error),
         ModelCase(
             "list",
-            seeded(lambda: nn.Sequential(Block(), nn.LayerNorm(WIDTH), Block(), nn.Linear(WIDTH, 5))),
+            seeded(lambda: nn.Sequential(Block(20), nn.LayerNorm(WIDTH), Block(28), nn.Linear(WIDTH, 5))),
             wrap_list,
             vectors(WIDTH, 5),
             squared_error,

@@ -1,7 +1,8 @@
-"""What a combination means in calls: arguments of `fully_shard`, and setters."""
+"""What a combination means in calls: arguments of `fully_shard`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from parity.combos import Combo
+from parity.combos import MESH_SHAPES, Combo
+from parity.worlds import half_public, named_mesh
 
 
 def policy(source: ModuleType, name: str) -> Any:
@@ -37,6 +39,8 @@ def wrap_kwargs(source: ModuleType, combo: Combo) -> dict[str, Any]:
         kwargs["offload_policy"] = source.CPUOffloadPolicy(pin_memory=False)
     if "columns" in combo.options:
         kwargs["shard_placement_fn"] = by_columns
+    if "two-meshes" in combo.options:
+        kwargs["shard_placement_fn"] = on_two_meshes(source, combo)
     if "dp-dims" in combo.options:
         shard = tuple(axis for axis in combo.mesh_axes if axis.startswith("shard"))
         replicate = "replicate" if "replicate" in combo.mesh_axes else None
@@ -49,45 +53,15 @@ def by_columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 4 == 0 else None
 
 
-def after_wrap(source: ModuleType, combo: Combo, module: nn.Module) -> None:
-    """Setters that are called once, right after wrapping."""
-    units = [child for child in module.modules() if isinstance(child, source.FSDPModule)]
-    for option in combo.options:
-        name, _, value = option.partition("=")
-        if name == "factor":
-            for unit in units:
-                unit.set_gradient_divide_factor(float(value))
-        elif name == "force-sum":
-            for unit in units:
-                unit.set_force_sum_reduction_for_comms(True)
-        elif name == "no-unshard-in-backward":
-            for unit in units:
-                unit.set_unshard_in_backward(False)
-        elif name == "fill-unused":
-            module.set_reduce_scatter_unused_params(True)
-        elif name == "setter-reshard":
-            module.set_reshard_after_forward(True)
-        elif name == "prefetch":
-            prefetch_next(units)
+def on_two_meshes(source: ModuleType, combo: Combo) -> Callable[[nn.Parameter], Any]:
+    """Matrices on an HSDP mesh, all else on a 1-D mesh of the same ranks: two param groups in a unit."""
+    result = half_public(source, "ShardPlacementResult")
+    flat = half_public(source, "FSDPMeshInfo")(named_mesh((combo.world,), ("shard",)), shard_mesh_dim=0)
+    nested = half_public(source, "HSDPMeshInfo")(
+        named_mesh(MESH_SHAPES["hsdp", combo.world], ("replicate", "shard")), shard_mesh_dim=1, replicate_mesh_dim=0
+    )
 
+    def place(parameter: nn.Parameter) -> Any:
+        return result(Shard(0), nested) if parameter.ndim == 2 else result(None, flat)
 
-def prefetch_next(units: list[Any]) -> None:
-    """Every unit but the root gathers the next two in forward and the previous two in backward."""
-    inner = units[1:]
-    for index, unit in enumerate(inner):
-        unit.set_modules_to_forward_prefetch(inner[index + 1 : index + 3])
-        unit.set_modules_to_backward_prefetch(inner[max(index - 2, 0) : index][::-1])
-
-
-def before_microbatch(combo: Combo, unit: Any, *, is_last: bool) -> None:
-    """Setters that follow the microbatch. Plain accumulation turns the whole gradient sync off until the last."""
-    if combo.accumulation == 1:
-        return
-    if "sync-always" not in combo.options and "no-all-reduce" not in combo.options:
-        unit.set_requires_gradient_sync(is_last)
-    if "no-all-reduce" in combo.options:
-        unit.set_requires_all_reduce(is_last)
-    if "keep-unsharded" in combo.options:
-        unit.set_reshard_after_backward(is_last)
-    if "last-backward" in combo.options:
-        unit.set_is_last_backward(is_last)
+    return place

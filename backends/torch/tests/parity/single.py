@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 from parity.combos import Combo
 from parity.models import WIDTH, make_mlp, seeded, squared_error, vectors, wrap_blocks
 from parity.registry import ALL_MODELS
-from parity.settings import before_microbatch, wrap_kwargs
-from parity.training import implementation, named_mesh, sharded, units
+from parity.setters import before_microbatch
+from parity.settings import wrap_kwargs
+from parity.training import sharded, units
 from parity.truth import Truth, assert_gradients, assert_parameters, whole
+from parity.worlds import implementation, named_mesh
 
 RATE = 0.05
 TOLERANCES = {"fp32": 2e-6, "bf16": 2e-6, "fp16": 5e-3}
@@ -43,8 +45,7 @@ def check_training(combo: dict[str, Any], divisor: float | None = None, toleranc
     for step in range(3):
         microbatches = range(step * cell.accumulation, (step + 1) * cell.accumulation)
         for micro in microbatches:
-            for unit in units(module):
-                before_microbatch(cell, unit, is_last=micro == microbatches[-1])
+            before_microbatch(cell, units(module), is_last=micro == microbatches[-1])
             model.loss(module, model.batch(dist.get_rank(), micro)).backward()
         expected = truth.gradients(microbatches)
         if "fill-unused" in cell.options:
@@ -161,8 +162,7 @@ def check_replicated(combo: dict[str, Any]) -> None:
     for step in range(3):
         microbatches = range(step * cell.accumulation, (step + 1) * cell.accumulation)
         for micro in microbatches:
-            for unit in units(module):
-                before_microbatch(cell, unit, is_last=micro == microbatches[-1])
+            before_microbatch(cell, units(module), is_last=micro == microbatches[-1])
             squared_error(module, vectors(WIDTH, 5)(dist.get_rank(), micro)).backward()
         expected = truth.gradients(microbatches)
         assert_gradients(module, expected, tolerance=TOLERANCES[cell.policy])

@@ -34,10 +34,9 @@ def wrap_tensor_parallel(module: nn.Module, fully_shard: FullyShard, *, mesh: De
 def wrap_spmd(module: nn.Module, fully_shard: FullyShard, *, mesh: DeviceMesh, **kwargs: Any) -> None:
     """Every parameter a DTensor on the whole mesh, replicated over its data-parallel axes; `dp_mesh_dims` in kwargs."""
     data_axes = [Replicate()] * (mesh.ndim - 1)
-    for owner in module.modules():
+    for path, owner in module.named_modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
-            sharded_over_tp = isinstance(owner, nn.Linear) and owner.out_features == 2 * WIDTH
-            last = Shard(0) if sharded_over_tp else Replicate()
+            last = Shard(0) if path.endswith("up") else Replicate()
             value = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [*data_axes, last]))
             owner.register_parameter(name, value)
     module.mesh = mesh

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import pytest
@@ -10,8 +9,6 @@ import pytest
 from hpcompat_conformance.pool import PoolSet
 from parity.combos import MESH_SHAPES, POLICIES, Combo, identity, reshard_choices
 from parity.features import PATTERNS
-
-NAMES = (os.environ.get("PARITY_OURS", "hpcompat"), "native")
 
 DECODER = [
     Combo("decoder", world, mesh, reshard, policy, accumulation)
@@ -51,7 +48,7 @@ OTHERS = [
 
 def check_equal(pool: PoolSet, combo: Combo, phase: str) -> list[str]:
     """Both implementations send the same; returns rank 0's list."""
-    results = pool(combo.world).run("parity.collectives:collectives", combo=combo.to_dict(), phase=phase, names=NAMES)
+    results = pool(combo.world).run("parity.collectives:collectives", combo=combo.to_dict(), phase=phase)
     for rank, (ours, theirs) in enumerate(results):
         pairs = enumerate(zip(ours, theirs, strict=False))
         first = next((i for i, (mine, other) in pairs if mine != other), min(len(ours), len(theirs)))

@@ -35,6 +35,28 @@ COMBOS = [
         for model, policy in (("nested", "bf16"), ("uneven", "fp32"), ("list", "fp32"), ("tied", "fp32"))
         for world, reshard, *options in ((2, True), (2, False), (4, 2), (2, True, "automatic"))
     ),
+    Combo("generate", 2, options=("method",)),
+    Combo("generate", 4, "hsdp", False, "bf16", 4, ("method",)),
+    *(
+        Combo("nested", world, mesh, reshard, policy, accumulation, options)
+        for world, mesh, reshard, policy, accumulation in ((2, "fsdp", True, "bf16", 1), (4, "hsdp", 2, "fp32", 4))
+        for options in (
+            ("parameter-hook",),
+            ("parameter-hook", "sync-always"),
+            ("reduce-hook",),
+            ("custom-comm",),
+            ("manual-unshard",),
+            ("manual-reshard",),
+            ("two-meshes",),
+            ("two-meshes", "no-all-reduce"),
+            ("separate-group",),
+            ("two-buffers",),
+            ("async-unshard",),
+            ("async-unshard", "prefetch"),
+            ("backward-twice",),
+            ("backward-twice", "prefetch"),
+        )
+    ),
     Combo("tp", 2, "fsdp+tp"),
     Combo("tp", 4, "fsdp+tp"),
     Combo("tp", 4, "fsdp+tp", False, "bf16", 4),

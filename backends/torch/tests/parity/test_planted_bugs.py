@@ -16,7 +16,7 @@ from parity.running import Compare
 from parity.training import Trace
 
 NUMERIC = {
-    "no-post-divide": (Combo("mlp", 2, policy="fp16"), 0, "gradient"),
+    "no-post-divide": (Combo("mlp", 4, policy="fp16"), 0, "gradient"),
     "lost-last-rank": (Combo("mlp", 2), 0, "loss"),
     "kept-accumulation": (Combo("mlp", 2, policy="bf16", accumulation=4), 1, "gradient"),
     "dropped-microbatch": (Combo("mlp", 2, accumulation=4), 0, "gradient"),

@@ -24,7 +24,7 @@ def check(pool: PoolSet, combo: Combo, function: str = "check_training", **kwarg
 def test_divide_factor_is_the_same_on_every_mesh(
     pool: PoolSet, world: int, mesh: str, factor: int, policy: str
 ) -> None:
-    """A27, A28: the sum over all ranks divided by the factor, on FSDP and HSDP alike, though gloo cannot premultiply."""
+    """A27, A28: the sum over all ranks, divided by the factor, on FSDP and HSDP alike; gloo cannot premultiply."""
     combo = Combo("mlp", world, mesh, policy=policy, options=(f"factor={factor}",))
     assert min(check(pool, combo, divisor=factor)) == 3 * 8
 
@@ -90,6 +90,13 @@ def test_mixed_dtypes_in_one_unit(pool: PoolSet, world: int, mesh: str) -> None:
 def test_ignored_parameters_with_foreach_and_clipping(pool: PoolSet, world: int, mesh: str) -> None:
     """A02: torch's foreach functions refuse a mixture of kinds, so the optimizer gets one group of each."""
     check(pool, Combo("mlp", world, mesh), "check_ignored")
+
+
+@pytest.mark.parametrize(("world", "mesh"), [(2, "fsdp"), (4, "hsdp")])
+def test_roots_with_a_shared_context_in_one_backward(pool: PoolSet, world: int, mesh: str) -> None:
+    """Native's first root to finish clears the prefetch order of the others, and their backward raises IndexError."""
+    for accumulation in (1, 4):
+        check(pool, Combo("rootless", world, mesh, accumulation=accumulation, options=("share-context",)))
 
 
 @pytest.mark.parametrize(("combo", "message"), NATIVE_REFUSES, ids=lambda value: getattr(value, "id", ""))

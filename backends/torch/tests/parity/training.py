@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from parity.combos import Combo
 from parity.models import ModelCase
 from parity.registry import ALL_MODELS
-from parity.settings import after_wrap, before_microbatch, wrap_kwargs
-
-IMPLEMENTATIONS = {"native": "torch.distributed.fsdp", "hpcompat": "hpcompat"}
-
-
-def implementation(name: str) -> ModuleType:
-    """The module whose `fully_shard` is under test: both offer the same names."""
-    return importlib.import_module(IMPLEMENTATIONS[name])
-
-
-@functools.cache
-def named_mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
-    """One mesh object per kind and process: torch caches DTensor specs by mesh value, with the mesh object inside."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=axes)
+from parity.setters import after_wrap, before_microbatch
+from parity.settings import wrap_kwargs
+from parity.worlds import implementation, named_mesh
 
 
 @dataclass(frozen=True)
@@ -79,9 +63,9 @@ def sharded(model: ModelCase, combo: Combo, name: str) -> nn.Module:
     return module
 
 
-def units(module: nn.Module) -> Iterator[Any]:
+def units(module: nn.Module) -> list[Any]:
     """The modules that `fully_shard` was applied to, whichever implementation did it."""
-    return (child for child in module.modules() if hasattr(child, "set_requires_gradient_sync"))
+    return [child for child in module.modules() if hasattr(child, "set_requires_gradient_sync")]
 
 
 def train(combo: Combo, name: str) -> Trace:
@@ -104,9 +88,13 @@ def train(combo: Combo, name: str) -> Trace:
     return trace
 
 
-def optimized(combo: Combo, module: nn.Module) -> list[nn.Parameter]:
-    """Everything trainable; also what is frozen, if it thaws later."""
-    return [parameter for parameter in module.parameters() if parameter.requires_grad or "thaw" in combo.options]
+def optimized(combo: Combo, module: nn.Module) -> list[dict[str, Any]]:
+    """Everything trainable, also what is frozen if it thaws later; by mesh, for foreach refuses a mixture."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in module.parameters():
+        if parameter.requires_grad or "thaw" in combo.options:
+            groups.setdefault(parameter.device_mesh, []).append(parameter)
+    return [{"params": parameters} for parameters in groups.values()]
 
 
 def before_step(combo: Combo, model: ModelCase, module: nn.Module, trace: Trace, step: int) -> None:
@@ -124,12 +112,13 @@ def backward_all(combo: Combo, model: ModelCase, module: nn.Module, trace: Trace
     """Forward and backward of every microbatch of a step."""
     rank = torch.distributed.get_rank()
     for micro in range(combo.accumulation):
-        for unit in units(module):
-            before_microbatch(combo, unit, is_last=micro == combo.accumulation - 1)
+        before_microbatch(combo, units(module), is_last=micro == combo.accumulation - 1)
         loss = model.loss(module, model.batch(rank, step * combo.accumulation + micro)) / combo.accumulation
         trace.add(step, "loss", f"microbatch {micro}", loss)
         if "peek" in combo.options:
             record_registered(trace, step, module)
+        if "backward-twice" in combo.options:
+            loss.backward(retain_graph=True)
         loss.backward()
 
 

@@ -1,7 +1,7 @@
 """Rank side: the unsharded run that sharded training must equal, for cases in which native FSDP2 is no reference.
 
-Every rank computes the whole truth by itself: the gradients of all ranks' batches, one after another, on a plain copy of
-the model, summed in fp64. Nothing here communicates, so a fault in a collective cannot hide in both.
+Every rank computes the whole truth by itself: the gradients of all ranks' batches, one after another, on a plain copy
+of the model, summed in fp64. Nothing here communicates, so a fault in a collective cannot hide in both.
 """
 
 from __future__ import annotations

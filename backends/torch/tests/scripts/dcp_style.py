@@ -129,6 +129,8 @@ def main():
     if dist.get_rank() == 0:
         print("MODEL", type(model).__name__, flush=True)
         print("RESULT", repr(result), flush=True)
+    # A gloo thread that still holds a tensor when the interpreter ends would abort the process: let them finish.
+    dist.barrier()
     dist.destroy_process_group()
 
 

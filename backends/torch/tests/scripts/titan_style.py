@@ -172,6 +172,8 @@ def main():
     if dist.get_rank() == 0:
         print("MODEL", result[0][2], flush=True)
         print("RESULT", repr([(history, digest) for history, digest, _ in result]), flush=True)
+    # A gloo thread that still holds a tensor when the interpreter ends would abort the process: let them finish.
+    dist.barrier()
     dist.destroy_process_group()
 
 

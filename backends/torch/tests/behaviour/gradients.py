@@ -1,0 +1,292 @@
+"""Gradients: who owns them, when they arrive, what scales them (public reports A31, A33, A41, A77)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from behaviour.models import (
+    WIDTH,
+    assert_same_bits,
+    batch,
+    fill,
+    gradients,
+    loss_of,
+    mlp,
+    parameters,
+    train,
+    true_gradients,
+    whole,
+    wrap,
+)
+from behaviour.registry import behaviour
+from hpcompat import MixedPrecisionPolicy, fully_shard
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# The first leaves the gradient's dtype alone, the second names it, the others make the reduction cast.
+REDUCTIONS = [
+    {"param_dtype": None, "reduce_dtype": None},
+    {"param_dtype": None, "reduce_dtype": FP32},
+    {"param_dtype": None, "reduce_dtype": BF16},
+    {"param_dtype": BF16, "reduce_dtype": BF16},
+    {"param_dtype": BF16, "reduce_dtype": FP32},
+]
+
+
+class Watched(nn.Linear):
+    """Keeps the gradients of the parameters that forward computes with, as a hook of the user would."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 5)
+        self.seen: dict[str, Tensor] = {}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for name, parameter in (("weight", self.weight), ("bias", self.bias)):
+            parameter.register_hook(functools.partial(self.see, name))
+        return super().forward(inputs)
+
+    def see(self, name: str, gradient: Tensor) -> None:
+        self.seen[name] = gradient
+
+
+@behaviour(reports=["A31"], each=REDUCTIONS)
+def gradients_that_the_user_holds_stay(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
+    """Neither freed nor changed by the reduction, in plain steps and in accumulation."""
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    model = fully_shard(fill(Watched()), mp_policy=policy)
+    for step, sync in enumerate([True, False, False, True]):
+        model.set_requires_gradient_sync(sync)
+        model.seen.clear()
+        loss_of(model, batch(step=step)).backward()
+        alone = fill(Watched())
+        loss_of(alone, batch(step=step)).backward()
+        assert {held.dtype for held in model.seen.values()} == {param_dtype or FP32}
+        assert all(held.untyped_storage().nbytes() >= held.numel() * held.itemsize for held in model.seen.values())
+        assert_same_bits({name: held.float() for name, held in model.seen.items()}, alone.seen)
+
+
+class Passes(torch.autograd.Function):
+    """Hands out the same gradient tensor that its owner keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, kept: Tensor) -> Tensor:
+        ctx.kept = kept
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.kept, None
+
+
+@behaviour(reports=["A31"], each=[{"reduce_dtype": None}, {"reduce_dtype": BF16}])
+def gradients_that_a_custom_backward_keeps_stay(reduce_dtype: torch.dtype | None) -> None:
+    """Autograd may put that very tensor into `.grad`: it must not be reduced in place."""
+    kept = torch.arange(5.0 * WIDTH).view(5, WIDTH) + dist.get_rank()
+    module = nn.Linear(WIDTH, 5, bias=False)
+    module.forward = lambda inputs: Passes.apply(module.weight, kept)
+    fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    for _ in range(2):
+        before = kept.clone()
+        module(batch()).backward()
+        assert torch.equal(kept, before)
+    average = torch.arange(5.0 * WIDTH).view(5, WIDTH) + (dist.get_world_size() - 1) / 2
+    assert torch.equal(whole(module.weight.grad), 2 * average)
+
+
+@behaviour(reports=["A31"])
+def gradients_of_earlier_steps_stay() -> None:
+    """Set to none and kept by the user, they are not the buffers of the next step."""
+    model = wrap(mlp())
+    loss_of(model, batch()).backward()
+    kept = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    loss_of(model, batch(step=1)).backward()
+    assert_same_bits({name: whole(value) for name, value in kept.items()}, true_gradients(mlp()))
+    assert_same_bits(gradients(model), true_gradients(mlp(), step=1))
+
+
+@behaviour(reports=["A77"])
+def backward_takes_the_gradient_of_the_output() -> None:
+    """`output.backward(gradient=...)`, with gradients that differ by rank."""
+    model = wrap(mlp())
+    output = model(batch())
+    output.backward(gradient=torch.arange(1, output.numel() + 1.0).view_as(output))
+    assert_same_bits(gradients(model), true_gradients(mlp()))
+
+
+@behaviour()
+def several_outputs_get_their_gradients() -> None:
+    """`torch.autograd.backward` over two losses of one forward is one backward."""
+    model = wrap(mlp())
+    output = model(batch())
+    weights = torch.arange(1, output.numel() + 1.0).view_as(output)
+    torch.autograd.backward([(output * weights)[:1].sum(), (output * weights)[1:].sum()])
+    assert_same_bits(gradients(model), true_gradients(mlp()))
+
+
+@behaviour(1, 2, 4, each=[{"norm_type": 2.0}, {"norm_type": 1.0}])
+def torch_clips_wrapped_parameters(norm_type: float) -> None:
+    """The norm counts every element once, over uneven and empty shards; clipped gradients follow."""
+    model, wanted = wrap(mlp()), true_gradients(mlp())
+    loss_of(model, batch()).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=norm_type)
+    true_norm = torch.linalg.vector_norm(torch.cat([value.flatten() for value in wanted.values()]), norm_type)
+    torch.testing.assert_close(whole(norm), true_norm)
+    clipped = {name: value / (true_norm + 1e-6) for name, value in wanted.items()}
+    torch.testing.assert_close(gradients(model), clipped)
+
+
+@behaviour(each=[{"num_microbatches": 1}, {"num_microbatches": 3}])
+def post_accumulate_hooks_run_once_per_parameter(num_microbatches: int) -> None:
+    """Also with gradient sync off in between: once per reduction, with the reduced gradient in place."""
+    model = wrap(mlp())
+    calls: dict[str, int] = {}
+
+    def count(name: str, parameter: nn.Parameter) -> None:
+        assert isinstance(parameter, DTensor)
+        assert parameter.grad is not None
+        calls[name] = calls.get(name, 0) + 1
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: count(name, p))
+    for index in range(num_microbatches):
+        assert calls == {}
+        model.set_requires_gradient_sync(index == num_microbatches - 1)
+        loss_of(model, batch(step=index)).backward()
+    assert calls == dict.fromkeys(dict(model.named_parameters()), 1)
+
+
+@behaviour()
+def optimizers_in_backward_train_the_same() -> None:
+    """One optimizer per parameter, stepped and cleared from its hook."""
+    model, reference = wrap(mlp()), wrap(mlp())
+    optimizers = {parameter: torch.optim.AdamW([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for number in range(3):
+        loss_of(model, batch(step=number)).backward()
+        assert not gradients(model)
+    train(reference, steps=range(3))
+    assert_same_bits(parameters(model), parameters(reference))
+
+
+@behaviour(each=[{"sharded_dtype": FP32}, {"sharded_dtype": BF16}])
+def main_gradients_stay_in_the_reduce_dtype(sharded_dtype: torch.dtype) -> None:
+    """`.grad` stays empty; `main_grad` is fp32, accumulates, and is the user's to clear (A41)."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, apply_grad_on_fp32_main_grad=True)
+    model = wrap(mlp().to(sharded_dtype), mp_policy=policy)
+    truth = true_gradients(mlp())
+    for times in (1, 2):
+        loss_of(model, batch()).backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is None
+            assert isinstance(parameter.main_grad, DTensor)
+            assert parameter.main_grad.placements == parameter.placements
+            assert parameter.main_grad.shape == parameter.shape
+            assert torch.equal(whole(parameter.main_grad), times * truth[name])
+            assert whole(parameter.main_grad).dtype == FP32
+    for parameter in model.parameters():
+        parameter.main_grad = None
+    loss_of(model, batch()).backward()
+    assert_same_bits({name: whole(p.main_grad) for name, p in model.named_parameters()}, truth)
+
+
+SCALES = {"number": 0.5, "int": 2, "tensor": torch.tensor(4.0), "one-element": torch.tensor([0.25])}
+
+
+@behaviour(each=[{"scale": scale} for scale in SCALES])
+def scaling_factor_multiplies(scale: str) -> None:
+    """On top of the average, in every unit of the tree; `None` ends it."""
+    model, truth = wrap(mlp()), true_gradients(mlp())
+    model.set_gradient_scaling_factor(SCALES[scale])
+    loss_of(model, batch()).backward()
+    assert_same_bits(gradients(model), {name: value * float(SCALES[scale]) for name, value in truth.items()})
+    model.zero_grad()
+    model.set_gradient_scaling_factor(None)
+    loss_of(model, batch()).backward()
+    assert_same_bits(gradients(model), truth)
+
+
+@behaviour()
+def scaling_factor_multiplies_each_reduction_once() -> None:
+    """Accumulated without sync, the sum is scaled; accumulated with sync, each part is."""
+    truth = [true_gradients(mlp(), step=step) for step in range(2)]
+    for sync in (False, True):
+        model = wrap(mlp())
+        model.set_gradient_scaling_factor(0.5)
+        for step in range(2):
+            model.set_requires_gradient_sync(sync or step == 1)
+            loss_of(model, batch(step=step)).backward()
+        assert_same_bits(gradients(model), {name: (truth[0][name] + truth[1][name]) * 0.5 for name in truth[0]})
+
+
+@behaviour(1, 2, 4, reports=["A33"], each=[{"axes": 1}, {"axes": 2}])
+def sum_is_a_divide_factor_of_one(axes: int) -> None:
+    """To the last bit, on FSDP and HSDP meshes, with values that are not exact."""
+    results = []
+    for setting in ("sum", "factor"):
+        torch.manual_seed(dist.get_rank())
+        model = wrap(mlp(), mesh=data_parallel_mesh(axes))
+        for unit in (child for child in model.modules() if hasattr(child, "set_gradient_divide_factor")):
+            if setting == "factor":
+                unit.set_gradient_divide_factor(1.0)
+        if setting == "sum":
+            model.set_reduce_op_type("sum")
+        loss_of(model, torch.randn(3, WIDTH)).backward()
+        results.append(gradients(model))
+    assert_same_bits(*results)
+
+
+@behaviour(1, 2, 4, reports=["A33"], each=[{"axes": 1}, {"axes": 2}])
+def sum_is_the_average_times_the_ranks(axes: int) -> None:
+    model = wrap(mlp(), mesh=data_parallel_mesh(axes))
+    model.set_reduce_op_type("sum")
+    loss_of(model, batch()).backward()
+    truth = true_gradients(mlp())
+    assert_same_bits(gradients(model), {name: value * dist.get_world_size() for name, value in truth.items()})
+    model.zero_grad()
+    model.set_reduce_op_type("avg")
+    loss_of(model, batch()).backward()
+    assert_same_bits(gradients(model), truth)
+
+
+def data_parallel_mesh(axes: int) -> Any:
+    """All ranks, sharded; or in two rows of replicas where there are enough of them."""
+    world_size = dist.get_world_size()
+    if axes == 1:
+        return init_device_mesh("cpu", (world_size,))
+    rows = 2 if world_size > 2 else 1
+    return init_device_mesh("cpu", (rows, world_size // rows), mesh_dim_names=("replicate", "shard"))
+
+
+@behaviour()
+def sync_stream_completes_what_is_pending() -> None:
+    """Called in the middle of backward, it delivers the gradients of the units that are done."""
+    model = wrap(mlp())
+    model.set_reduce_scatter_max_input_buffers(8)
+    arrived: list[bool] = []
+
+    def in_backward(grad: Tensor) -> None:
+        model.hsdp_sync_stream()
+        arrived.append(model[6].weight.grad is not None)
+
+    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(in_backward)
+
+    model.hsdp_sync_stream()  # nothing has run yet
+    model[1].register_forward_hook(watch)
+    loss_of(model, batch()).backward()
+    model.hsdp_sync_stream()  # nothing is left
+    assert arrived == [True]
+    assert_same_bits(gradients(model), true_gradients(mlp()))

@@ -1,0 +1,196 @@
+"""Loading values of every form, and building on the meta device (public reports A52, A95, A97)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from behaviour.models import (
+    WIDTH,
+    assert_same_bits,
+    batch,
+    gradients,
+    integers,
+    loss_of,
+    mlp,
+    parameters,
+    train,
+    true_gradients,
+    wrap,
+)
+from behaviour.registry import behaviour
+
+
+def other_values() -> dict[str, Tensor]:
+    """Global values that are not those of `mlp`."""
+    state = mlp().state_dict()
+    return {name: integers(value.shape, seed=7) + index for index, (name, value) in enumerate(state.items())}
+
+
+def holding(values: dict[str, Tensor]) -> nn.Module:
+    """The unsharded model with these values."""
+    model = mlp()
+    model.load_state_dict(values)
+    return model
+
+
+def as_dtensors(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in wrap(holding(values)).state_dict().items()}
+
+
+def as_locals(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.to_local() for name, value in as_dtensors(values).items()}  # type: ignore[attr-defined]
+
+
+def mixed(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One parameter of each form, in turn."""
+    forms = [as_dtensors(values), as_locals(values), dict(values)]
+    return {name: forms[index % 3][name] for index, name in enumerate(values)}
+
+
+FORMS = {"dtensor": as_dtensors, "local": as_locals, "global": dict, "mixed": mixed}
+
+
+@behaviour(
+    1, 2, 4, reports=["A52"], each=[{"form": form, "assign": assign} for form in FORMS for assign in (False, True)]
+)
+def values_of_every_form_load(form: str, assign: bool) -> None:
+    """Rows of 7, 5, 3 and 1; before and after the first step. Then training goes on from them."""
+    values = other_values()
+    model = wrap(mlp())
+    for when in ("before the first step", "after it"):
+        result = model.load_state_dict(FORMS[form](values), assign=assign)
+        assert not result.missing_keys, when
+        assert not result.unexpected_keys, when
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), when
+        assert_same_bits(parameters(model), values)
+        model.zero_grad()
+        loss_of(model, batch()).backward()
+        assert_same_bits(gradients(model), true_gradients(holding(values)))
+    # Before training: an assigned value is the parameter itself.
+    reference = wrap(holding(values))
+    for trained in (model, reference):
+        train(trained, steps=[1, 2])
+    assert_same_bits(parameters(model), parameters(reference))
+
+
+@behaviour(each=[{"assign": False}, {"assign": True}])
+def loading_copies_unless_told_to_assign(assign: bool) -> None:
+    """What is loaded stays the caller's: training does not change it. With assign, it becomes the parameter."""
+    values = as_dtensors(other_values())
+    kept = {name: value.full_tensor() for name, value in values.items()}  # type: ignore[attr-defined]
+    model = wrap(mlp())
+    before = dict(model.named_parameters())
+    model.load_state_dict(values, assign=assign)
+    assert all((parameter is before[name]) is not assign for name, parameter in model.named_parameters())
+    train(model, steps=[0])
+    if not assign:
+        assert_same_bits({name: value.full_tensor() for name, value in values.items()}, kept)  # type: ignore[attr-defined]
+
+
+@behaviour()
+def loading_reshards_first() -> None:
+    """Also when the root was kept unsharded after forward."""
+    model = wrap(mlp(), reshard_after_forward=False)
+    with torch.no_grad():
+        model(batch())
+    values = other_values()
+    model.load_state_dict(values)
+    with torch.no_grad():
+        assert torch.equal(model(batch()), holding(values)(batch()))
+
+
+@behaviour()
+def strict_names_the_keys() -> None:
+    model = wrap(mlp())
+    values = other_values()
+    values["typo"] = values.pop("0.weight")
+    with pytest.raises(RuntimeError, match=r'(?s)Missing.*"0\.weight".*Unexpected.*"typo"'):
+        model.load_state_dict(values)
+    result = model.load_state_dict(values, strict=False)
+    assert result.missing_keys == ["0.weight"]
+    assert result.unexpected_keys == ["typo"]
+    del values["typo"]
+    assert_same_bits(parameters(model), {"0.weight": mlp()[0].weight.detach(), **values})
+
+
+class WithTable(nn.Module):
+    """Rows of 7 and 3, and a buffer that no state dict holds, as of rotary embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 7)
+        self.down = nn.Linear(7, 3)
+        self.register_buffer("table", torch.empty(7), persistent=False)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        with torch.no_grad():
+            self.table.copy_(torch.arange(7.0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.down(self.up(inputs) + self.table)
+
+
+def table_values() -> dict[str, Tensor]:
+    state = WithTable().state_dict()
+    return {name: integers(value.shape, seed=index) for index, (name, value) in enumerate(state.items())}
+
+
+def table_truth() -> nn.Module:
+    model = WithTable()
+    model.load_state_dict(table_values())
+    return model
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        model = WithTable()
+    model = wrap(model)
+    assert all(parameter.is_meta and isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert model.table.is_meta
+    return model
+
+
+@behaviour(1, 2, 4, reports=["A95", "A97"], each=[{"assign": False}, {"assign": True}])
+def meta_models_are_materialized(assign: bool) -> None:
+    """`to_empty`, then values for parameters and buffers: every rank then trains as if built on the CPU."""
+    model = on_meta()
+    model.to_empty(device="cpu")
+    model.load_state_dict(table_values(), assign=assign)
+    model.reset_buffers()
+    assert not any(parameter.to_local().is_meta for parameter in model.parameters())
+    assert torch.equal(model.table, torch.arange(7.0))
+    loss_of(model, batch()).backward()
+    assert_same_bits(gradients(model), true_gradients(table_truth()))
+
+
+@behaviour(1, 2, 4, reports=["A97"])
+def meta_models_can_be_initialized_by_their_own_methods() -> None:
+    """`reset_parameters` on DTensors gives every rank a piece of one global tensor."""
+    model = on_meta()
+    model.to_empty(device="cpu")
+    for module in (model.up, model.down):
+        nn.init.constant_(module.weight, 2.0)
+        nn.init.ones_(module.bias)
+    model.reset_buffers()
+    truth = WithTable()
+    for module in (truth.up, truth.down):
+        nn.init.constant_(module.weight, 2.0)
+        nn.init.ones_(module.bias)
+    loss_of(model, batch()).backward()
+    assert_same_bits(gradients(model), true_gradients(truth))
+
+
+@behaviour(reports=["A97"])
+def meta_models_take_assigned_shards() -> None:
+    """Without `to_empty`: parameters come with the state dict, buffers are made by hand."""
+    model = on_meta()
+    model.load_state_dict(table_values(), assign=True)
+    model.table = torch.arange(7.0)
+    loss_of(model, batch()).backward()
+    assert_same_bits(gradients(model), true_gradients(table_truth()))

@@ -1,0 +1,161 @@
+"""Outputs of a module, and methods other than forward (public reports A71, A72)."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from behaviour.models import WIDTH, assert_same_bits, batch, fill, gradients, loss_of, true_gradients
+from behaviour.registry import behaviour
+from hpcompat import fully_shard, register_fsdp_forward_method
+
+
+class Box:
+    """Hides whatever it holds."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+@dataclass
+class Parcel:
+    """Shows its tensors."""
+
+    logits: Tensor
+    extra: dict[str, list[Tensor]]
+
+
+class Returns(nn.Linear):
+    """A linear layer that returns its result in the form that ``form`` gives it."""
+
+    form = staticmethod(lambda result: result)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.form(super().forward(inputs))
+
+
+def returning(form: Any) -> Any:
+    """A model of two layers whose second returns ``form(result)``; both wrapped, so that backward must gather."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Returns(WIDTH, WIDTH))
+    model[1].form = form
+    fill(model)
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    return fully_shard(model)
+
+
+def plain() -> nn.Module:
+    """The same weights, unsharded."""
+    return fill(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+
+
+HIDING = {
+    "object": Box,
+    "object-in-dict": lambda result: {"loss": Box(result)},
+    "tensor-in-list-in-object": lambda result: Box([result]),
+    "object-in-object": lambda result: Box(Box(result)),
+    "set": lambda result: {result},
+}
+SHOWING = {
+    "dataclass": lambda result: Parcel(result, {"more": [result * 2]}),
+    "nested": lambda result: {"a": [(result,)]},
+    "object-without-tensors": lambda result: (result, Box("metadata")),
+    "object-with-detached-tensor": lambda result: (result, Box(result.detach())),
+}
+TENSOR_OF = {
+    "dataclass": lambda output: output.logits,
+    "nested": lambda output: output["a"][0][0],
+    "object-without-tensors": lambda output: output[0],
+    "object-with-detached-tensor": lambda output: output[0],
+}
+
+
+@behaviour(reports=["A71"], each=[{"form": form} for form in HIDING])
+def hidden_tensors_are_refused(form: str) -> None:
+    """By name, before backward can go wrong; and the model can be used again at once."""
+    model = returning(HIDING[form])
+    owner = "set" if form == "set" else "Box"
+    with pytest.raises(TypeError, match=rf"HSDPReturns.*but got a {owner} that hides tensors"):
+        model(batch())
+    model.reset_iter_state()
+    model[1].form = lambda result: result
+    loss_of(model, batch()).backward()
+    assert_same_bits(gradients(model), true_gradients(plain()))
+
+
+@behaviour(reports=["A71"])
+def hidden_tensors_are_fine_without_gradients() -> None:
+    model = returning(Box)
+    with torch.no_grad():
+        assert isinstance(model(batch()).value, Tensor)
+
+
+@behaviour(reports=["A71"], each=[{"form": form} for form in SHOWING])
+def shown_tensors_get_gradients(form: str) -> None:
+    model = returning(SHOWING[form])
+    output = TENSOR_OF[form](model(batch()))
+    (output * torch.arange(1, output.numel() + 1).view_as(output)).sum().backward()
+    assert_same_bits(gradients(model), true_gradients(plain()))
+
+
+@behaviour(reports=["A71"], each=[{"is_view": True}, {"is_view": False}])
+def only_view_outputs_warn(is_view: bool) -> None:
+    model = returning((lambda result: result.view(-1, WIDTH)) if is_view else (lambda result: result + 0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss_of(model, batch()).backward()
+    texts = [str(warning.message) for warning in caught if "is a view" in str(warning.message)]
+    assert bool(texts) == is_view, texts
+    # The root passes the view on, so it warns as well.
+    assert ["HSDPReturns" in text for text in texts] == [True, False][: len(texts)], texts
+    assert all("output.clone()" in text for text in texts), texts
+    assert_same_bits(gradients(model), true_gradients(plain()))
+
+
+class Generates(nn.Module):
+    """A model whose second entry point is ``generate``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.block(inputs))
+
+    def generate(self, inputs: Tensor, *, num_steps: int) -> Tensor:
+        """Feeds the output back, once through a parameter of the root's own."""
+        inputs = nn.functional.linear(self.block(inputs), self.head.weight).clamp(-2, 2)
+        for _ in range(num_steps):
+            inputs = self(inputs).clamp(-2, 2)
+        return inputs
+
+
+def generate_loss(model: Generates, inputs: Tensor) -> Tensor:
+    return model.generate(inputs, num_steps=2).sum()
+
+
+@behaviour(reports=["A72"], each=[{"first": "generate"}, {"first": "forward"}])
+def registered_methods_gather(first: str) -> None:
+    """Before and after training, with and without gradients."""
+    truth = fill(Generates())
+    model = fill(Generates())
+    fully_shard(model.block)
+    fully_shard(model, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "generate")
+    if first == "forward":
+        loss_of(model, batch()).backward()
+        assert_same_bits(gradients(model), true_gradients(truth))
+        model.zero_grad()
+    with torch.no_grad():
+        assert torch.equal(model.generate(batch(), num_steps=3), truth.generate(batch(), num_steps=3))
+    assert model.generate.__name__ == "generate"
+    generate_loss(model, batch()).backward()
+    assert_same_bits(gradients(model), true_gradients(truth, loss=generate_loss))
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())

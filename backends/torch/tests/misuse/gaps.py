@@ -1,0 +1,295 @@
+"""Mistakes that are not refused yet, or not clearly. Each fails as its ``gap`` says; a mended one joins its file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as native_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from hpcompat import DDPMeshInfo, ShardPlacementResult
+from misuse.models import batch, linear, mesh, wrapped, wrapped_stack
+from misuse.models import with_distributed_parameters as distributed
+from misuse.row import Misuse
+from misuse.settings import Comm
+from misuse.training import Box
+
+
+def _placed(make_info: Callable[[], Any]) -> Any:
+    def provoke(api: Any) -> None:
+        result = ShardPlacementResult(Shard(0), make_info())
+        api.fully_shard(linear(), shard_placement_fn=lambda parameter: result)
+
+    return provoke
+
+
+def _int_axis(api: Any) -> None:
+    device_mesh = mesh(1, 1, names="dp tp")
+    api.fully_shard(distributed(device_mesh), mesh=device_mesh, dp_mesh_dims=api.DataParallelMeshDims(shard=0))
+
+
+def _optimizer_while_unsharded(api: Any) -> None:
+    module = wrapped(api)
+    with torch.no_grad():
+        module(batch())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module(batch()).sum().backward()
+    optimizer.step()
+
+
+def _stale_parameters_added_later(api: Any) -> None:
+    module = linear()
+    old_bias = module.bias
+    api.fully_shard(module)
+    optimizer = torch.optim.SGD([module.weight], lr=0.1)
+    module(batch()).sum().backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": [old_bias]})
+    optimizer.step()
+
+
+def _plain_parameter_after_a_step(api: Any) -> None:
+    module = wrapped(api)
+    module(batch()).sum().backward()
+    module.weight = nn.Parameter(torch.ones(4, 4))
+    module(batch())
+
+
+def _forward_with_a_buffer_on_meta(api: Any) -> None:
+    with torch.device("meta"):
+        module = nn.BatchNorm1d(4)
+    api.fully_shard(module)
+    module.load_state_dict({"weight": torch.ones(4), "bias": torch.ones(4)}, strict=False, assign=True)
+    module(batch())
+
+
+def _sparse_gradient(api: Any) -> None:
+    module = api.fully_shard(nn.Embedding(7, 4, sparse=True))
+    module(torch.tensor([1, 2])).sum().backward()
+
+
+def _below_native(api: Any) -> None:
+    model = nn.Sequential(linear(), linear())
+    native_fsdp.fully_shard(model[0])
+    api.fully_shard(model)
+
+
+class Returns(nn.Linear):
+    """Returns its result in the form that ``form`` gives it."""
+
+    form: Callable[[Tensor], Any]
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.form(super().forward(inputs))
+
+
+def _returns(form: Callable[[Tensor], Any]) -> Any:
+    def provoke(api: Any) -> None:
+        module = Returns(4, 4)
+        module.form = form
+        api.fully_shard(module)(batch())
+
+    return provoke
+
+
+def _boxed(result: Tensor, *, depth: int = 7) -> Any:
+    boxed: Any = result
+    for _ in range(depth):
+        boxed = Box(boxed)
+    return boxed
+
+
+SILENT = "accepted silently"
+
+ROWS = [
+    Misuse(
+        "placement-result-with-a-mesh",
+        _placed(lambda: mesh(1)),
+        (TypeError,),
+        r"mesh_info.*but got DeviceMesh",
+        r"FSDPMeshInfo\(",
+        "4",
+        gap="AttributeError: 'DeviceMesh' object has no attribute 'is_spmd_mesh'",
+    ),
+    Misuse(
+        "placement-result-with-a-replicated-mesh",
+        _placed(lambda: DDPMeshInfo(mesh(1), replicate_mesh_dim=0)),
+        (TypeError,),
+        r"mesh_info.*but got DDPMeshInfo",
+        r"FSDPMeshInfo\(",
+        "4",
+        gap=f"{SILENT}; the parameter is replicated instead of sharded",
+    ),
+    Misuse(
+        "dims-axis-as-a-number",
+        _int_axis,
+        (TypeError,),
+        r"shard.*but got 0",
+        r"names?",
+        "3",
+        native=TypeError,
+        gap="TypeError: 'int' object is not iterable",
+    ),
+    Misuse(
+        "parameters-on-an-unrelated-mesh",
+        lambda api: api.fully_shard(distributed(init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))),
+        (ValueError, TypeError),
+        r"'weight'.*but got .*DeviceMesh",
+        r"one mesh",
+        "3",
+        native=TypeError,
+        gap="TypeError: Invariant encountered: value was None when it should not be",
+    ),
+    Misuse(
+        "unit-of-native-below",
+        _below_native,
+        (ValueError,),
+        r"but got FSDPLinear",
+        r"hpcompat",
+        "2",
+        gap="TypeError: Invariant encountered; met where only some of the imports were changed",
+    ),
+    *(
+        Misuse(
+            f"policy-{name}-string",
+            lambda api, name=name: wrapped(api, mp_policy=api.MixedPrecisionPolicy(**{name: "no"})),
+            (TypeError,),
+            rf"{name} to be a bool, but got 'no'",
+            r"a bool",
+            "12",
+            gap=f"{SILENT}, as true",
+        )
+        for name in ("cast_forward_inputs", "apply_grad_on_fp32_main_grad")
+    ),
+    Misuse(
+        "recurse-string",
+        lambda api: wrapped(api).set_requires_gradient_sync(True, recurse="no"),
+        (TypeError,),
+        r"expected recurse to be a bool, but got 'no'",
+        r"a bool",
+        "1",
+        gap=f"{SILENT}, as true",
+    ),
+    *(
+        Misuse(
+            f"scaling-factor-{type(value).__name__}",
+            lambda api, value=value: wrapped(api).set_gradient_scaling_factor(value),
+            (error,),
+            r"expected the gradient scaling factor to be .*but got",
+            r"a number",
+            "11.1",
+            gap=f"{SILENT}; backward fails in mul_, or every gradient is nan",
+        )
+        for value, error in [([1.0], TypeError), ({}, TypeError), (float("nan"), ValueError)]
+    ),
+    Misuse(
+        "custom-comm-class",
+        lambda api: wrapped(api).set_custom_all_gather(Comm),
+        (TypeError,),
+        r"set_custom_all_gather expects an object.*but got <class",
+        r"an object",
+        "15",
+        gap=f"{SILENT}; the first gather then fails",
+    ),
+    *(
+        Misuse(
+            f"share-comm-ctx-{name}",
+            lambda api, make=make: api.share_comm_ctx(make(api)),
+            (TypeError,),
+            rf"list of FSDPModules.*but got HSDP{kind}",
+            r"a list",
+            "A88",
+            gap=gap,
+        )
+        for name, make, kind, gap in [
+            ("one-module", wrapped, "Linear", "TypeError: 'HSDPLinear' object is not iterable"),
+            ("one-sequential", wrapped_stack, "Sequential", f"{SILENT}: its children share, it does not"),
+        ]
+    ),
+    Misuse(
+        "load-state-dict-list",
+        lambda api: wrapped(api).load_state_dict([1]),
+        (TypeError,),
+        r"state_dict.*but got",
+        r"dict",
+        "16",
+        native=TypeError,
+        gap="TypeError: cannot convert dictionary update sequence element #0 to a sequence",
+    ),
+    Misuse(
+        "load-state-dict-wrong-shape-as-torch",
+        lambda api: wrapped(api).load_state_dict({"weight": torch.ones(3, 4), "bias": torch.ones(4)}),
+        (ValueError, RuntimeError),
+        r"'weight'.*but got \(3, 4\)",
+        r"global shape",
+        "16",
+        native=RuntimeError,
+        gap="a ValueError only: code that catches torch's RuntimeError for a size mismatch does not catch it",
+    ),
+    Misuse(
+        "optimizer-over-unsharded-parameters",
+        _optimizer_while_unsharded,
+        (ValueError,),
+        r"expected SGD to hold sharded parameters, but got 2",
+        r"reshard",
+        "A11",
+        gap=f"{SILENT}; the step trains copies that the next gather overwrites",
+    ),
+    Misuse(
+        "optimizer-with-stale-parameters-added-later",
+        _stale_parameters_added_later,
+        (ValueError,),
+        r"expected SGD to hold sharded parameters, but got 1",
+        r"Create the optimizer after wrapping",
+        "A11",
+        gap=f"{SILENT}: an optimizer is checked once, before its first step",
+    ),
+    Misuse(
+        "parameter-replaced-after-a-step",
+        _plain_parameter_after_a_step,
+        (TypeError,),
+        r"expected parameter 'weight' to stay a DTensor, but got Parameter",
+        r"load_state_dict",
+        "5",
+        gap=f"{SILENT}; the next gather registers the old parameter again",
+    ),
+    Misuse(
+        "buffer-on-meta-at-forward",
+        _forward_with_a_buffer_on_meta,
+        (RuntimeError,),
+        r"but got .*running_mean",
+        r"to_empty",
+        "A95",
+        gap="an error of the first operator that meets the buffer, which does not name it",
+    ),
+    Misuse(
+        "gradient-sparse",
+        _sparse_gradient,
+        (NotImplementedError,),
+        r"but got a sparse gradient for 'weight'",
+        r"sparse=False",
+        "11",
+        native=NotImplementedError,
+        gap="NotImplementedError: Could not run 'aten::as_strided' with arguments from the 'SparseCPU' backend",
+    ),
+    *(
+        Misuse(
+            f"output-hides-tensors-in-{name}",
+            _returns(form),
+            (TypeError,),
+            r"expected the output of unit '' \(HSDPReturns\) .*but got a .*that hides tensors",
+            r"Return the tensors",
+            "A71",
+            gap=f"{SILENT}; backward fails in setStorage, or leaves unreduced gradients on the unsharded parameter",
+        )
+        for name, form in [
+            ("a-closure", lambda result: lambda: result),
+            ("a-generator", lambda result: (result for _ in range(1))),
+            ("deep-objects", _boxed),
+        ]
+    ),
+]
