@@ -290,6 +290,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> NDArray[Any]:
-    """A copy of the local shard, as bytes when numpy does not know the dtype."""
+    """A copy of the local shard, as integers when numpy does not know the dtype."""
     local = _local(tensor.detach()).cpu().clone()
     return (local.view(torch.int16) if local.dtype == torch.bfloat16 else local).numpy()

@@ -31,7 +31,7 @@ class Fault(Exception):
 
 
 class Countdown(threading.local):
-    """Counts the places that a thread passes, and raises at one of them. Each thread counts for itself: all fail alike."""
+    """Counts the places that a thread passes, and raises at one. Each thread counts for itself: all fail alike."""
 
     left: int | None = None
 
@@ -87,5 +87,7 @@ def at_calls(*, after: bool) -> Iterator[Countdown]:
 
         return call
 
-    with mock.patch.multiple(GroupTensors, **{name: watched(name, getattr(GroupTensors, name)) for name in TENSOR_CALLS}):
+    with mock.patch.multiple(
+        GroupTensors, **{name: watched(name, getattr(GroupTensors, name)) for name in TENSOR_CALLS}
+    ):
         yield countdown

@@ -33,7 +33,7 @@ class RecordingStream:
 
 
 class RecordingStreams:
-    """Implements ``hpcompat.backend.Streams``; the side streams are named in the order in which the scheduler makes them."""
+    """Implements ``hpcompat.backend.Streams``; names the side streams in the order in which they are made."""
 
     available = True
 

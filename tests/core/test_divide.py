@@ -158,5 +158,6 @@ def test_the_whole_path_divides_the_sum_once(
 @given(st.integers(0, 20), st.integers(0, 10))
 def test_a_split_division_is_even_for_powers_of_two(log_shards: int, log_replicas: int) -> None:
     made = plan(shards=2**log_shards, replicas=2**log_replicas, overflow_risk=True)
-    assert made.pre is not None and made.post is not None
+    assert made.pre is not None
+    assert made.post is not None
     assert made.pre / made.post in (1.0, 2.0), "neither the partial sums nor the summands leave the range"

@@ -92,7 +92,10 @@ def test_mixed_precision_travels_in_its_dtypes() -> None:
     policy = hpcompat.MixedPrecisionPolicy(param_dtype=np.float16, reduce_dtype=np.float32)
     with ref.DryWorld(64).rank() as rank:
         train(wrap(wide(), mp_policy=policy), wide_batch())
-    assert {(call.name, call.dtype) for call in rank.calls} == {("all_gather", "float16"), ("reduce_scatter", "float32")}
+    assert {(call.name, call.dtype) for call in rank.calls} == {
+        ("all_gather", "float16"),
+        ("reduce_scatter", "float32"),
+    }
 
 
 # The table of clause 10, per unit and step

@@ -8,7 +8,8 @@ import hpcompat
 from hpcompat.core import events
 from hpcompat.core.states import TrainingState
 from hpcompat_conformance import numpy_reference as ref
-from training import Stack, batch, lines, train, wrap
+from schedules import lines
+from training import Stack, batch, train, wrap
 
 pytestmark = pytest.mark.usefixtures("rank")
 

@@ -77,11 +77,15 @@ def test_two_axes_that_may_be_replicate_and_shard_are_accepted(names: tuple[str,
 )
 def test_names_that_contradict_replicate_and_shard_are_refused(names: tuple[str, str], culprit: str) -> None:
     """A81: such a mesh would silently train as HSDP."""
-    with pytest.raises(ValueError, match=rf"axis 0 replicates and whose axis 1 shards.*{culprit!r} says otherwise") as refusal:
+    with pytest.raises(
+        ValueError, match=rf"axis 0 replicates and whose axis 1 shards.*{culprit!r} says otherwise"
+    ) as refusal:
         validate_mesh(mesh(2, 4, names=names), None)
     message = str(refusal.value)
     assert f"replicated over {names[0]!r} and sharded only over {names[1]!r}" in message
-    assert f"mesh[{names!r}]._flatten('{names[0]}_{names[1]}')" in message, "the fix for those who meant to shard over both"
+    assert f"mesh[{names!r}]._flatten('{names[0]}_{names[1]}')" in message, (
+        "the fix for those who meant to shard over both"
+    )
     assert "dp_mesh_dims" in message
 
 
@@ -102,7 +106,7 @@ def test_two_axes_without_names_are_refused() -> None:
 
 @pytest.mark.parametrize("names", [None, ("dp_replicate", "dp_shard", "tp")])
 def test_more_axes_are_refused(names: tuple[str, ...] | None) -> None:
-    with pytest.raises(ValueError, match="expects a 1D or 2D DeviceMesh but got .*; pass dp_mesh_dims"):
+    with pytest.raises(ValueError, match=r"expects a 1D or 2D DeviceMesh but got .*; pass dp_mesh_dims"):
         validate_mesh(mesh(2, 2, 2, names=names), None)
 
 
@@ -154,7 +158,7 @@ def test_dims_that_the_mesh_does_not_have_are_refused(
 def test_dims_pick_and_flatten_axes(dims: DataParallelMeshDims, shards: int, replicas: int) -> None:
     model = ref.Linear(4, 8)
     hpcompat.fully_shard(model, mesh=mesh(2, 2, 2, names=NAMED), dp_mesh_dims=dims)
-    info = model._unit().groups[0].mesh_info  # type: ignore[attr-defined]
+    info = model._unit().groups[0].mesh_info
     assert (shard_world_size(info), replicate_world_size(info)) == (shards, replicas)
     assert info.is_spmd_mesh
     assert model.weight.data.shape == (8 // shards, 4)
@@ -201,9 +205,7 @@ def test_a_mesh_info_names_its_axes(kind: type, kwargs: dict[str, int]) -> None:
 # reshard_after_forward
 
 
-@pytest.mark.parametrize(
-    ("value", "normalized"), [(True, True), (False, False), (1, False), (2, 2), (4, 4), (8, True)]
-)
+@pytest.mark.parametrize(("value", "normalized"), [(True, True), (False, False), (1, False), (2, 2), (4, 4), (8, True)])
 def test_an_int_is_the_size_of_a_smaller_group(value: bool | int, normalized: bool | int) -> None:
     result = check_reshard_after_forward(value, 8)
     assert result == normalized

@@ -1,4 +1,4 @@
-"""Which parameters take part, and how: frozen, tied, ignored, replicated, unused, replaced; on which mesh, by whose collectives."""
+"""Which parameters take part, and how: frozen, tied, ignored, replicated, unused; on which mesh, with whose comms."""
 
 from __future__ import annotations
 
@@ -80,7 +80,11 @@ class Tied(ref.Module):
 
     def __init__(self, rows: int = 4) -> None:
         super().__init__()
-        self.first, self.between, self.last = (ref.Linear(4, rows, bias=False), ref.Linear(rows, 4), ref.Linear(4, rows, bias=False))
+        self.first, self.between, self.last = (
+            ref.Linear(4, rows, bias=False),
+            ref.Linear(rows, 4),
+            ref.Linear(4, rows, bias=False),
+        )
         self.last.weight = self.first.weight
 
     def forward(self, x: ref.Value) -> Any:
@@ -107,7 +111,9 @@ def test_tied_parameters_of_two_units_are_refused() -> None:
     with ref.DryWorld(2).rank():
         model = Tied()
         wrap(model, "first", "last")
-        with pytest.raises(ValueError, match=r"already managed by another FSDP group \('first.weight'\).*fully_shard\(\["):
+        with pytest.raises(
+            ValueError, match=r"already managed by another FSDP group \('first.weight'\).*fully_shard\(\["
+        ):
             model(batch())
 
 
@@ -238,7 +244,10 @@ def test_parameters_of_one_unit_may_live_on_different_meshes() -> None:
 
     found = ref.World(4).run(run)
     weights = join([{name: grad for name, grad in grads.items() if "weight" in name} for grads in found])
-    biases = [join([{n: g for n, g in grads.items() if "bias" in n} for grads in found[start : start + 2]]) for start in (0, 2)]
+    biases = [
+        join([{n: g for n, g in grads.items() if "bias" in n} for grads in found[start : start + 2]])
+        for start in (0, 2)
+    ]
     assert_equal(biases[0], biases[1])
     expected = mean(Net, 4)
     assert_equal({name: {**weights, **biases[0]}[name] for name in expected}, expected)
@@ -270,7 +279,8 @@ def test_gradients_arrive_in_the_original_dtype_or_stay_in_that_of_the_reduction
         for _, parameter in model.named_parameters():
             assert (parameter.grad is None) == keeps_main_grad
         return {
-            name: parameter.main_grad if keeps_main_grad else parameter.grad for name, parameter in model.named_parameters()
+            name: parameter.main_grad if keeps_main_grad else parameter.grad
+            for name, parameter in model.named_parameters()
         }
 
     grads = join(ref.World(2).run(run))

@@ -1,4 +1,4 @@
-"""Real numbers: all ranks of a world train, and their gradients are those of one process, to the bit where floats allow it."""
+"""Real numbers: all ranks of a world train, and their gradients are those of one process, to the bit if floats can."""
 
 from __future__ import annotations
 
@@ -13,7 +13,19 @@ import hpcompat
 from hpcompat.comm import ReduceOp
 from hpcompat.placement import Shard
 from hpcompat_conformance import numpy_reference as ref
-from training import Gradients, Net, assert_equal, batch, gradients, initialize, join, single_process, train, wrap, zero_grad
+from training import (
+    Gradients,
+    Net,
+    assert_equal,
+    batch,
+    gradients,
+    initialize,
+    join,
+    single_process,
+    train,
+    wrap,
+    zero_grad,
+)
 
 pytestmark = pytest.mark.usefixtures("reference")
 
@@ -47,7 +59,9 @@ def reduced(
     return replicas[0]
 
 
-def mean(make: Callable[[], Any], num_ranks: int, *, dtype: Any = np.float32, divisor: float | None = None) -> Gradients:
+def mean(
+    make: Callable[[], Any], num_ranks: int, *, dtype: Any = np.float32, divisor: float | None = None
+) -> Gradients:
     batches = [batch(rank, dtype=dtype) for rank in range(num_ranks)]
     return single_process(make, batches, divisor=num_ranks if divisor is None else divisor)
 
@@ -119,7 +133,9 @@ def test_shards_of_another_dim(size: int) -> None:
         return gradients(model)
 
     shards = ref.World(size).run(run)
-    weights, biases = ([{k: g for k, g in shard.items() if k.endswith(kind)} for shard in shards] for kind in ("weight", "bias"))
+    weights, biases = (
+        [{k: g for k, g in shard.items() if k.endswith(kind)} for shard in shards] for kind in ("weight", "bias")
+    )
     assert weights[0]["a.weight"].shape == (4, 4 // size)
     assert_equal({**join(weights, dim=1), **join(biases)}, mean(Net, size))
 
@@ -145,7 +161,7 @@ def test_shards_of_another_dim(size: int) -> None:
         (lambda layer: layer.set_gradient_scaling_factor(2.0), 2),
         (lambda layer: (layer.set_gradient_scaling_factor(0.5), layer.set_gradient_divide_factor(1.0)), 2),
     ],
-    ids="1 2 4 3 300 quarter sum avg-again sum-and-8 force-sum scale-2 scale-half".split(),
+    ids=["1", "2", "4", "3", "300", "quarter", "sum", "avg-again", "sum-and-8", "force-sum", "scale-2", "scale-half"],
 )
 def test_a_factor_means_the_same_on_every_mesh_and_group(
     configure: Callable[[Any], object], divisor: float, shape: tuple[int, ...], reductions: frozenset[ReduceOp]
@@ -206,7 +222,7 @@ def test_accumulated_gradients_are_the_sum_over_the_batches(
 def test_a_bf16_like_policy_accumulates_in_the_reduce_dtype(
     shape: tuple[int, ...], configure: Callable[[Any, bool], None]
 ) -> None:
-    """Gradients of 2048 + 1 + 1 do not fit into half precision; their sum over three batches does into the reduce dtype."""
+    """2048 + 1 + 1 is 2048 in half precision; the gradients of three batches are added in the reduce dtype."""
     policy = hpcompat.MixedPrecisionPolicy(param_dtype=np.float16, reduce_dtype=np.float32)
 
     def step(model: Any, rank: int) -> None:

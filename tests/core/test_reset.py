@@ -1,7 +1,7 @@
-"""After an exception anywhere, ``reset_iter_state`` and ``zero_grad`` leave no trace of the step that failed (clause 13; A42, A43).
+"""After an exception anywhere, ``reset_iter_state`` and ``zero_grad`` leave no trace of the failed step (clause 13).
 
-A step fails at one place after another, on every rank alike; the next step is then compared with that of a run which skipped the
-failed batch: the same gradients to the bit, the same collectives.
+A step fails at one place after another, on every rank alike; the next step is then compared with that of a run which
+skipped the failed batch: the same gradients to the bit, the same collectives (public reports A42, A43).
 """
 
 from __future__ import annotations
@@ -208,7 +208,9 @@ def test_the_models_own_exceptions_leave_no_trace(where: str, position: str) -> 
     def run(*, fails: bool) -> Any:
         with ref.DryWorld(2).rank() as rank:
             failing = Failing()
-            inner = ref.Sequential([ref.Linear(4, 4), failing, ref.Linear(4, 4)] if position == "inside" else [ref.Linear(4, 4)])
+            inner = ref.Sequential(
+                [ref.Linear(4, 4), failing, ref.Linear(4, 4)] if position == "inside" else [ref.Linear(4, 4)]
+            )
             layers = [ref.Linear(4, 4), inner] if position == "inside" else [ref.Linear(4, 4), failing, inner]
             model = initialize(ref.Sequential(layers))
             wrap(model, "0", str(len(layers) - 1))

@@ -2,79 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 
-import hpcompat
 from hpcompat_conformance import numpy_reference as ref
 from recording_streams import RecordingStreams
-from training import Net, Stack, batch, expected, lines, train, wrap
+from schedules import (
+    BACKWARD,
+    BACKWARD_KEEPING,
+    FORWARD,
+    FORWARD_AHEAD,
+    FORWARD_AHEAD_KEEPING,
+    FORWARD_KEEPING,
+    events_of,
+    expected,
+    step,
+    without,
+)
+from training import Net, Stack, batch, wrap
 
 pytestmark = pytest.mark.usefixtures("rank")
-
-FORWARD = """
-    pre_forward root
-    pre_forward a, unshard a, wait_for_unshard a, reshard a, post_forward a
-    pre_forward b, unshard b, wait_for_unshard b, reshard b, post_forward b
-    pre_forward c, unshard c, wait_for_unshard c, reshard c, post_forward c
-    post_forward root
-"""
-# Without streams: what follows is known from the forward before.
-FORWARD_AHEAD = """
-    pre_forward root
-    pre_forward a, unshard a, wait_for_unshard a, prefetch b, unshard b, reshard a, post_forward a
-    pre_forward b, wait_for_unshard b, prefetch c, unshard c, reshard b, post_forward b
-    pre_forward c, wait_for_unshard c, reshard c, post_forward c
-    post_forward root
-"""
-BACKWARD = """
-    pre_backward c, unshard c, wait_for_unshard c, prefetch b, unshard b
-    pre_backward root
-    post_backward c, reshard c, reduce c
-    pre_backward b, wait_for_unshard b, prefetch a, unshard a
-    post_backward b, reshard b, reduce b
-    pre_backward a, wait_for_unshard a
-    post_backward a, reshard a, reduce a
-    final_callback root
-"""
-FORWARD_KEEPING = """
-    pre_forward root
-    pre_forward a, unshard a, wait_for_unshard a, post_forward a
-    pre_forward b, unshard b, wait_for_unshard b, post_forward b
-    pre_forward c, unshard c, wait_for_unshard c, post_forward c
-    post_forward root
-"""
-# A prefetch of what is unsharded already gathers nothing.
-FORWARD_AHEAD_KEEPING = FORWARD_AHEAD.replace(", reshard a", "").replace(", reshard b", "").replace(", reshard c", "")
-BACKWARD_KEEPING = """
-    pre_backward c, prefetch b
-    pre_backward root
-    post_backward c, reshard c, reduce c
-    pre_backward b, prefetch a
-    post_backward b, reshard b, reduce b
-    pre_backward a
-    post_backward a, reshard a, reduce a
-    final_callback root
-"""
-
-
-def events_of(body: Callable[[], object]) -> list[str]:
-    with hpcompat.record_events() as events:
-        body()
-    return lines(events)
-
-
-def step(model: Any, *, requires_grad: bool = True) -> list[str]:
-    return events_of(lambda: train(model, batch(requires_grad=requires_grad)))
-
-
-def without(text: str, *names: str) -> list[str]:
-    """The events of ``text`` but those called ``names``."""
-    return [event for event in expected(text) if event.split()[0] not in names]
-
 
 # reshard_after_forward
 
@@ -179,7 +127,9 @@ def test_without_reshard_after_backward_the_next_forward_gathers_nothing() -> No
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False)
     assert step(model) == without(FORWARD_KEEPING + BACKWARD_KEEPING, "reduce", "reshard")
-    assert step(model) == without(FORWARD_KEEPING + BACKWARD_KEEPING, "reduce", "reshard", "unshard", "wait_for_unshard")
+    assert step(model) == without(
+        FORWARD_KEEPING + BACKWARD_KEEPING, "reduce", "reshard", "unshard", "wait_for_unshard"
+    )
     model.set_requires_gradient_sync(True)
     model.set_reshard_after_backward(True)
     assert step(model) == without(FORWARD_KEEPING + BACKWARD_KEEPING, "unshard", "wait_for_unshard")
@@ -191,7 +141,9 @@ def test_the_order_of_forwards_is_kept_until_the_last_backward() -> None:
     assert step(model) == expected(FORWARD + BACKWARD)
     model.set_is_last_backward(True)
     # The first layer of the second forward follows the last of the first.
-    guessed_wrong = BACKWARD.replace("pre_backward a, wait_for_unshard a", "pre_backward a, wait_for_unshard a, prefetch c, unshard c")
+    guessed_wrong = BACKWARD.replace(
+        "pre_backward a, wait_for_unshard a", "pre_backward a, wait_for_unshard a, prefetch c, unshard c"
+    )
     assert step(model) == expected(FORWARD_AHEAD + guessed_wrong)
     assert step(model) == expected(FORWARD_AHEAD + BACKWARD), "the last backward dropped the gather and the order"
 
@@ -205,7 +157,8 @@ def test_explicit_forward_prefetch_follows_the_own_wait() -> None:
     assert step(model) == expected(
         """
         pre_forward root
-        pre_forward a, unshard a, wait_for_unshard a, prefetch b, unshard b, prefetch c, unshard c, reshard a, post_forward a
+        pre_forward a, unshard a, wait_for_unshard a, prefetch b, unshard b, prefetch c, unshard c
+        reshard a, post_forward a
         pre_forward b, wait_for_unshard b, reshard b, post_forward b
         pre_forward c, wait_for_unshard c, reshard c, post_forward c
         post_forward root
@@ -239,7 +192,7 @@ class Detour(Stack):
     def forward(self, x: ref.Value) -> ref.Value:
         x = self.a(x)
         self.b(x)
-        return self.c(x)  # type: ignore[no-any-return]
+        return self.c(x)
 
 
 def test_a_wrong_guess_is_dropped() -> None:
@@ -266,7 +219,7 @@ class Switch(Stack):
 
     def forward(self, x: ref.Value, *, use_c: bool = False) -> ref.Value:
         layer = self.c if use_c else self.b
-        return layer(self.a(x))  # type: ignore[no-any-return]
+        return layer(self.a(x))
 
 
 def test_a_successor_that_changes_is_not_guessed_again() -> None:
@@ -299,7 +252,7 @@ def test_a_device_with_streams_overlaps_without_gathering_ahead() -> None:
 
 class Twice(Stack):
     def forward(self, x: ref.Value) -> ref.Value:
-        return self.b(self.a(self.a(x)))  # type: ignore[no-any-return]
+        return self.b(self.a(self.a(x)))
 
 
 def test_a_module_called_twice_is_gathered_and_reduced_twice() -> None:
@@ -361,145 +314,5 @@ def test_a_unit_below_the_root_can_run_alone_after_the_first_step() -> None:
         post_backward b, reshard b, reduce b
         final_callback root
         post_backward a, post_backward c
-        """
-    )
-
-
-# Several param groups in one unit (clause 4)
-
-
-def test_groups_of_a_unit_go_forward_in_order_and_backward_in_reverse() -> None:
-    with ref.DryWorld(4).rank() as rank:
-        mesh = ref.init_device_mesh((2, 2), mesh_dim_names=("x", "y"))
-        weights, biases = (hpcompat.FSDPMeshInfo(mesh[name], shard_mesh_dim=0) for name in ("x", "y"))
-
-        def place(parameter: ref.Parameter) -> hpcompat.ShardPlacementResult:
-            return hpcompat.ShardPlacementResult(None, weights if parameter.data.ndim == 2 else biases)
-
-        model = wrap(Stack(), mesh=mesh["x"], shard_placement_fn=place)
-        assert step(model) == expected(
-            """
-            pre_forward root
-            pre_forward a, unshard a, wait_for_unshard a, unshard a, wait_for_unshard a, reshard a, reshard a, post_forward a
-            pre_forward b, unshard b, wait_for_unshard b, unshard b, wait_for_unshard b, reshard b, reshard b, post_forward b
-            pre_forward c, unshard c, wait_for_unshard c, unshard c, wait_for_unshard c, reshard c, reshard c, post_forward c
-            post_forward root
-            pre_backward c, unshard c, wait_for_unshard c, unshard c, wait_for_unshard c
-            prefetch b, unshard b, prefetch b, unshard b
-            pre_backward root
-            post_backward c, reshard c, reduce c, post_backward c, reshard c, reduce c
-            pre_backward b, wait_for_unshard b, wait_for_unshard b, prefetch a, unshard a, prefetch a, unshard a
-            post_backward b, reshard b, reduce b, post_backward b, reshard b, reduce b
-            pre_backward a, wait_for_unshard a, wait_for_unshard a
-            post_backward a, reshard a, reduce a, post_backward a, reshard a, reduce a
-            final_callback root
-            """
-        )
-    # Of each layer the weights (2 rows of 4) and the bias (2 of 4): forward, then backward with the last group first.
-    sizes = [(call.name, call.num_sent) for call in rank.calls]
-    assert sizes[:6] == [("all_gather", 8), ("all_gather", 2)] * 3
-    backward = [("all_gather", 8), ("all_gather", 2), *[("all_gather", 2), ("all_gather", 8), ("reduce_scatter", 4), ("reduce_scatter", 16)] * 2]
-    assert sizes[6:] == [*backward, ("reduce_scatter", 4), ("reduce_scatter", 16)]
-
-
-# Recomputation
-
-
-class Checkpointed(Stack):
-    """Recomputes b and c together, so that backward enters the one before the other is due."""
-
-    def forward(self, x: ref.Value) -> ref.Value:
-        return ref.checkpoint(lambda h: self.c(self.b(h)), self.a(x))  # type: ignore[no-any-return]
-
-
-def test_recomputation_neither_reshards_nor_reorders() -> None:
-    assert step(wrap(Checkpointed())) == expected(
-        FORWARD
-        + """
-        pre_backward c, unshard c, wait_for_unshard c, prefetch b, unshard b
-        pre_backward root
-        pre_forward b, wait_for_unshard b, post_forward b, pre_forward c
-        post_backward c, reshard c, reduce c
-        pre_backward b, prefetch a, unshard a
-        post_backward b, reshard b, reduce b
-        pre_backward a, wait_for_unshard a
-        post_backward a, reshard a, reduce a
-        final_callback root
-        """
-    )
-
-
-# Module lists (clause 5.4)
-
-
-def wrap_list(model: Any, members: list[Any], *others: str) -> Any:
-    hpcompat.fully_shard(members)
-    return wrap(model, *others)
-
-
-def test_a_list_is_one_unit() -> None:
-    model = Stack()
-    assert step(wrap_list(model, [model.a, model.b], "c")) == expected(
-        """
-        pre_forward root
-        pre_forward a+b, unshard a+b, wait_for_unshard a+b
-        pre_forward a+b, reshard a+b, post_forward a+b
-        pre_forward c, unshard c, wait_for_unshard c, reshard c, post_forward c
-        post_forward root
-        pre_backward c, unshard c, wait_for_unshard c, prefetch a+b, unshard a+b
-        pre_backward root
-        post_backward c, reshard c, reduce c
-        pre_backward a+b, wait_for_unshard a+b
-        post_backward a+b, reshard a+b, reduce a+b
-        final_callback root
-        """
-    )
-
-
-class HeadApart(Stack):
-    """Leaves c to the caller."""
-
-    def forward(self, x: ref.Value) -> ref.Value:
-        return self.b(self.a(x))  # type: ignore[no-any-return]
-
-
-FORWARD_IN_PART = """
-    pre_forward root
-    pre_forward a, unshard a, wait_for_unshard a, reshard a, post_forward a
-    pre_forward b+c, unshard b+c, wait_for_unshard b+c
-    post_forward root
-    reshard b+c, post_forward b+c
-"""
-
-
-def test_the_root_completes_a_list_that_ran_in_part() -> None:
-    model = HeadApart()
-    assert step(wrap_list(model, [model.b, model.c], "a")) == expected(
-        FORWARD_IN_PART
-        + """
-        pre_backward root
-        pre_backward b+c, unshard b+c, wait_for_unshard b+c, prefetch a, unshard a
-        post_backward b+c, reshard b+c, reduce b+c
-        pre_backward a, wait_for_unshard a
-        post_backward a, reshard a, reduce a
-        final_callback root
-        """
-    )
-
-
-def test_a_member_called_apart_reduces_apart() -> None:
-    model = HeadApart()
-    wrap_list(model, [model.b, model.c], "a")
-    assert events_of(lambda: ref.backward(ref.total(model.c(model(batch()))))) == expected(
-        FORWARD_IN_PART
-        + """
-        pre_forward b+c, unshard b+c, wait_for_unshard b+c
-        post_backward b+c, reshard b+c, reduce b+c
-        pre_backward root
-        pre_backward b+c, unshard b+c, wait_for_unshard b+c, prefetch a, unshard a
-        post_backward b+c, reshard b+c, reduce b+c
-        pre_backward a, wait_for_unshard a
-        post_backward a, reshard a, reduce a
-        final_callback root
         """
     )

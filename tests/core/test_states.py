@@ -1,4 +1,4 @@
-"""Which state follows which (FSDP2 clause 6): every step that real runs take is in the tables, and the tables hold no other."""
+"""Which state follows which (FSDP2 clause 6): every step of real runs is in the tables, and nothing else is."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 import hpcompat
+from faults import Fault, at_events
 from hpcompat.core import prefetch
 from hpcompat.core.param_group import ParamGroup
 from hpcompat.core.states import SHARDED_TRANSITIONS, TRAINING_TRANSITIONS, ShardedState, TrainingState
 from hpcompat.core.unit import Unit
 from hpcompat_conformance import numpy_reference as ref
-from faults import Fault, at_events
 from training import Net, Stack, batch, train, wrap
 
 IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD = TrainingState
 SHARDED, SHARDED_POST_FORWARD, UNSHARDED = ShardedState
 
-# What really happens, without the changes that reset_iter_state makes (from anything to IDLE and SHARDED), and without the
-# state that a group is lent while it is prefetched.
+# What really happens, without the changes that reset_iter_state makes (from anything to IDLE and SHARDED), and without
+# the state that a group is lent while it is prefetched.
 UNIT_STEPS = {
     (IDLE, FORWARD),
     (FORWARD, IDLE),
@@ -159,7 +159,7 @@ class Fork(ref.Module):
 class Forked(Stack):
     def __init__(self) -> None:
         super().__init__()
-        self.b = Fork()  # type: ignore[assignment]
+        self.b = Fork()
 
     def forward(self, x: ref.Value) -> Any:
         left, right = self.b(self.a(x))

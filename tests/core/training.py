@@ -1,4 +1,4 @@
-"""What the tests of the scheduler train: a small network of the reference, with numbers that floats add without rounding."""
+"""What the tests of the scheduler train: small networks of the reference, with numbers that floats add exactly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 import hpcompat
-from hpcompat.core.events import Event
 from hpcompat_conformance import numpy_reference as ref
 
 Result = TypeVar("Result")
@@ -16,14 +15,14 @@ Gradients = dict[str, np.ndarray[Any, Any]]
 
 
 class Net(ref.Module):
-    """Layers ``a``, ``b``, ``c`` and then ``head``, all linear: the first three get a unit each, the last stays with the root."""
+    """Linear layers ``a``, ``b``, ``c`` and ``head``: the first three get a unit each, the last stays with the root."""
 
     def __init__(self, size: int = 4, *, dtype: Any = np.float32) -> None:
         super().__init__()
         self.a, self.b, self.c, self.head = (ref.Linear(size, size, dtype=dtype) for _ in range(4))
 
     def forward(self, x: ref.Value) -> ref.Value:
-        return self.head(self.c(self.b(self.a(x))))  # type: ignore[no-any-return]
+        return self.head(self.c(self.b(self.a(x))))
 
 
 class Stack(ref.Module):
@@ -34,7 +33,7 @@ class Stack(ref.Module):
         self.a, self.b, self.c = (ref.Linear(size, size, dtype=dtype) for _ in range(3))
 
     def forward(self, x: ref.Value) -> ref.Value:
-        return self.c(self.b(self.a(x)))  # type: ignore[no-any-return]
+        return self.c(self.b(self.a(x)))
 
 
 def initialize(model: ref.Module, *, seed: int = 0) -> Any:
@@ -52,7 +51,9 @@ def wrap(model: ref.Module, *names: str, root: bool = True, **kwargs: Any) -> An
     return hpcompat.fully_shard(model, **kwargs) if root else model
 
 
-def batch(rank: int = 0, *, step: int = 0, size: int = 4, dtype: Any = np.float32, requires_grad: bool = True) -> ref.Value:
+def batch(
+    rank: int = 0, *, step: int = 0, size: int = 4, dtype: Any = np.float32, requires_grad: bool = True
+) -> ref.Value:
     """Another small batch of integers for every rank and step."""
     numbers = np.random.default_rng([rank, step, 17])
     return ref.Value(numbers.integers(-2, 3, (3, size)).astype(dtype), requires_grad=requires_grad)
@@ -92,16 +93,6 @@ def assert_equal(actual: Gradients, expected: Gradients) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
-
-
-def lines(events: Iterable[Event]) -> list[str]:
-    """``["unshard a", ...]``; the root unit is called ``root``, one over modules a and b ``a+b``."""
-    return [f"{event.name} {event.unit.replace(', ', '+') or 'root'}" for event in events]
-
-
-def expected(text: str) -> list[str]:
-    """The same from a text: one event after another, separated by commas or line ends."""
-    return [entry.strip() for line in text.splitlines() for entry in line.split(",") if entry.strip()]
 
 
 def units(model: ref.Module) -> Iterator[Any]:

@@ -11,8 +11,8 @@
     with ref.registered():
         gradients = ref.World(2).run(train)
 
-``with ref.DryWorld(1024).rank():`` in place of ``World.run`` shows one rank of many: its schedule and sizes, without data. Memory
-that is allocated but not filled, or freed, holds NaN, so that a schedule which reads too early or too late is seen in the numbers.
+``with ref.DryWorld(1024).rank():`` in place of ``World.run`` shows one rank of many: its schedule and its sizes. Memory
+that is allocated but not filled, or freed, holds NaN, so that a schedule which reads too early or too late is seen.
 """
 
 from hpcompat_conformance.numpy_reference.backend import NumpyBackend

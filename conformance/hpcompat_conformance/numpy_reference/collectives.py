@@ -70,11 +70,14 @@ def all_reduce(buffer: Array, group: Group, op: Reduce) -> Work:
 
 
 def _begin(work: Work, async_op: bool) -> Work | None:
-    return work if async_op else work.wait()
+    if async_op:
+        return work
+    work.wait()
+    return None
 
 
 class GatherInFlight:
-    """Implements :class:`hpcompat.backend.Gather`. ``output`` is ``[world size, elements per rank]``, full after ``wait``."""
+    """Implements :class:`hpcompat.backend.Gather`; ``output`` is ``[ranks, elements per rank]``."""
 
     def __init__(self, shard: Array, *, request: GatherRequest, streams: Streams) -> None:
         self.source = request.source

@@ -26,16 +26,18 @@ class GradientBucket:
 
     @property
     def overflow_risk(self) -> bool:
-        return self.reduce_dtype != np.float32  # numpy has no bfloat16
+        return bool(self.reduce_dtype != np.float32)  # numpy has no bfloat16
 
 
 class GroupTensors:
-    """Implements :class:`hpcompat.backend.GroupTensors`. Every method is the sentence that the protocol says about it."""
+    """Implements :class:`hpcompat.backend.GroupTensors`. Every method is what the protocol says about it."""
 
     def __init__(self, spec: WrapSpec, *, streams: Streams) -> None:
         self._streams = streams
         self.params = [
-            ShardedParam(parameter, modules=spec.modules, mesh_info=spec.mesh_info, placement=placement, policy=spec.mp_policy)
+            ShardedParam(
+                parameter, modules=spec.modules, mesh_info=spec.mesh_info, placement=placement, policy=spec.mp_policy
+            )
             for parameter, placement in zip(spec.parameters, spec.placements, strict=True)
         ]
         self.uids = [param.uid for param in self.params]
@@ -132,7 +134,9 @@ class GroupTensors:
         pairs = list(zip(bucket.params, bucket.grads, strict=True))
         chunks = [param.pad(param.cut(grad, rank)) for rank in range(request.shard_world_size) for param, grad in pairs]
         flat = np.concatenate(chunks).astype(bucket.reduce_dtype)
-        return ReductionInFlight(bucket.params, flat, orig_dtype=bucket.orig_dtype, request=request, streams=self._streams)
+        return ReductionInFlight(
+            bucket.params, flat, orig_dtype=bucket.orig_dtype, request=request, streams=self._streams
+        )
 
     def wait_for_offload(self) -> None:
         """Everything is in host memory already."""

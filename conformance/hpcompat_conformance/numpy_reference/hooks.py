@@ -1,10 +1,10 @@
 """Module hooks and the tape, translated into calls of the scheduler's units and param groups.
 
-    forward pre-hook                        unit.pre_forward, then cast the inputs, then
-    gradient of the inputs is complete      group.post_backward (the groups' order in backward is the reverse of that in forward)
-    forward post-hook                       unit.post_forward, then cast the output
-    first gradient of an output             unit.pre_backward of every unit that the output completes
-    end of backward                         the final callback that pre_backward queued
+forward pre-hook                        unit.pre_forward, then cast the inputs, then
+gradient of the inputs is complete      group.post_backward, the last group first
+forward post-hook                       unit.post_forward, then cast the output
+first gradient of an output             unit.pre_backward of every unit that the output completes
+end of backward                         the final callback that pre_backward queued
 """
 
 from __future__ import annotations

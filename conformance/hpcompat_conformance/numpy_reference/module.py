@@ -35,7 +35,7 @@ class Buffer:
 
 
 class Module:
-    """Parameters, buffers and child modules are its attributes; ``hooks`` run around ``forward``, first come, outermost."""
+    """Parameters, buffers and child modules are its attributes; ``hooks`` run around forward, the first outermost."""
 
     def __init__(self) -> None:
         self.hooks: list[tuple[BeforeForward, AfterForward]] = []

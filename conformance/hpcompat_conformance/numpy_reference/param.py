@@ -20,7 +20,13 @@ class ShardedParam:
     """What is registered on the modules at ``places`` is one of ``sharded``, ``unsharded`` and ``post_forward``."""
 
     def __init__(
-        self, original: Parameter, *, modules: tuple[Module, ...], mesh_info: DataParallelMeshInfo, placement: Any, policy: MixedPrecisionPolicy
+        self,
+        original: Parameter,
+        *,
+        modules: tuple[Module, ...],
+        mesh_info: DataParallelMeshInfo,
+        placement: Any,
+        policy: MixedPrecisionPolicy,
     ) -> None:
         self.places = [
             (module, name)
@@ -33,9 +39,13 @@ class ShardedParam:
         self.rank = shard_rank(mesh_info)
         self.layout = ShardLayout(original.data.shape, _shard_dim(placement, original), shard_world_size(mesh_info))
         if self.layout.dim > 0 and not self.layout.is_even:
-            raise NotImplementedError(f"FSDP does not support uneven sharding on dim {self.layout.dim}: {self.name!r} has {self.layout}")
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {self.layout.dim}: {self.name!r} has {self.layout}"
+            )
         self._policy = policy
-        self.sharded = Parameter(self.cut(original.data, self.rank), requires_grad=original.requires_grad, uid=original.uid)
+        self.sharded = Parameter(
+            self.cut(original.data, self.rank), requires_grad=original.requires_grad, uid=original.uid
+        )
         self.unsharded: Parameter | None = None
         self.post_forward: Parameter | None = None
         self.accumulated_grad: Array | None = None  # with sync off: unsharded, in the reduce dtype
@@ -68,7 +78,7 @@ class ShardedParam:
         """The chunk of ``rank``, without padding."""
         start = self.layout.start(rank)
         index = (slice(None),) * self.layout.dim + (slice(start, start + self.layout.length(rank)),)
-        return whole[index].copy()
+        return np.array(whole[index])
 
     def pad(self, chunk: Array) -> Array:
         """``chunk``, flat, with zeros up to what every rank sends."""
@@ -85,7 +95,7 @@ class ShardedParam:
         return np.concatenate([self.unpad(row, rank) for rank, row in enumerate(rows)], axis=self.layout.dim)
 
     def fill(self, whole: Array) -> None:
-        """Give the unsharded parameter its values: in place, for arrays that backward kept are to become valid again."""
+        """Give the unsharded parameter its values: in place, so that arrays which backward kept become valid again."""
         if self.unsharded is None or self.unsharded.data.dtype != whole.dtype:
             self.unsharded = Parameter(np.empty_like(whole), uid=self.uid)
         self.unsharded.data[...] = whole

@@ -1,8 +1,8 @@
-"""Automatic differentiation in small: values, the tape of operations that made them, and the engine that runs it backward.
+"""Automatic differentiation in small: values, the tape of operations that made them, the engine that runs it backward.
 
-What a param group needs from a framework's autograd is all here: a hook on a value that runs when its gradient is complete
-(:attr:`Value.hooks`), callbacks at the end of a backward (:func:`queue_callback`), whether one is running (:func:`in_backward`),
-and recomputation, which runs forward inside backward (:func:`checkpoint`).
+What a param group needs from a framework's autograd is all here: hooks on a value that run when its gradient is
+complete (``Value.hooks``), callbacks at the end of a backward (:func:`queue_callback`), whether one is running
+(:func:`in_backward`), and recomputation, which runs forward inside backward (:func:`checkpoint`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import heapq
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ class Value:
 
 
 class Node:
-    """One operation. ``backward`` maps the gradients of its outputs to those of its inputs; ``None`` means there is none."""
+    """One operation. ``backward`` maps the gradients of its outputs to those of its inputs; ``None``: there is none."""
 
     def __init__(self, inputs: Sequence[Value], backward: Callable[..., Gradients]) -> None:
         self.number = next(_numbers)
@@ -100,7 +100,8 @@ def backward(root: Value, gradient: Array | None = None) -> None:
     """Add the gradient of ``root`` to ``grad`` of every leaf that it was computed from."""
     pending = {root: np.ones_like(root.data) if gradient is None else gradient}
     with _set("callbacks", []), no_grad():
-        assert root.node is not None and _mode.callbacks is not None
+        assert root.node is not None
+        assert _mode.callbacks is not None
         ready, seen = [(-root.node.number, root.node)], {root.node}
         while ready:
             _, node = heapq.heappop(ready)  # latest first: whoever used its outputs is done
@@ -145,7 +146,7 @@ class _Enough(Exception):
 
 
 class _Recomputation:
-    """The saved arrays of a checkpointed region: counted in forward, computed again when backward asks for the first."""
+    """The saved arrays of a checkpointed region: counted in forward, computed again when backward needs the first."""
 
     def __init__(self, region: Callable[..., Any], inputs: tuple[Value, ...]) -> None:
         self.region, self.inputs = region, inputs
@@ -165,10 +166,8 @@ class _Recomputation:
     def recall(self, index: int) -> tuple[Array, ...]:
         if self.arrays is None:
             self.arrays = []
-            try:
+            with suppress(_Enough):
                 self.run(grad_enabled=True)
-            except _Enough:
-                pass
         return self.arrays[index]
 
     def run(self, *, grad_enabled: bool) -> Any:

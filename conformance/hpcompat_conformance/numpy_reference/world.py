@@ -1,9 +1,9 @@
 """All ranks of a world in one process: a thread per rank, and collectives that are meetings of those threads.
 
-A rank's n-th collective over a group meets the n-th of every other member. Issuing never blocks: it leaves a copy of the input.
-Waiting blocks until every copy is there and then computes the result, in rank order, so that the bits do not depend on timing.
-Two things that hardware forgives or hides are errors here: members that meet with different collectives, and an input that changed
-while it was in flight.
+A rank's n-th collective over a group meets the n-th of every other member. Issuing never blocks: it leaves a copy of
+its input. Waiting blocks until every copy is there and then computes the result, in rank order, so that the bits do not
+depend on timing. Two things that hardware forgives or hides are errors here: members that meet with different
+collectives, and an input that changed while it was in flight.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class World:
         self._lock = threading.Lock()
 
     def run(self, body: Callable[[Rank], Result]) -> list[Result]:
-        """``body`` on every rank at once, and what each returned. What the first rank raised of its own is raised here."""
+        """``body`` on every rank at once, and what each returned. What a rank raised of its own is raised here."""
         results: dict[int, Result] = {}
         errors: list[BaseException] = []
 
@@ -155,13 +155,15 @@ def current_rank() -> Rank:
     """The rank that this thread is."""
     rank: Rank | None = getattr(_thread, "rank", None)
     if rank is None:
-        raise RuntimeError("expected to run on a rank, but got none; use World(n).run(...) or `with DryWorld(n).rank():`")
+        raise RuntimeError(
+            "expected to run on a rank, but got none; use World(n).run(...) or `with DryWorld(n).rank():`"
+        )
     return rank
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, seen from one of them. Groups over the same ranks are equal, unless ``label`` tells them apart."""
+    """Ranks that communicate, seen from one of them. Over the same ranks they are equal, unless labelled apart."""
 
     ranks: tuple[int, ...]
     rank: Rank = field(compare=False, repr=False)

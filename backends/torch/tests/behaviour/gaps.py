@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def assigned_global_values_do_not_stay_in_memory() -> None:
     model.load_state_dict(other_values(), assign=True)
     for name, parameter in model.named_parameters():
         local, world_size = parameter.to_local(), parameter.device_mesh.size()
-        padded = -(-parameter.shape[0] // world_size) * parameter[:1].numel() * local.itemsize
+        padded = -(-parameter.shape[0] // world_size) * prod(parameter.shape[1:]) * local.itemsize
         assert local.untyped_storage().nbytes() <= padded, name
 
 

@@ -39,6 +39,9 @@ PUBLIC_FUNCTIONS = (
 
 KINDS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
 
+NOT_SENT = {"wait_tensor", "_wrap_tensor_autograd"}
+"""Operators of the functional collectives' namespace that send nothing."""
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -63,12 +66,12 @@ class Recorder(TorchDispatchMode):
         self.op: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional") and packet_of(func) not in NOT_SENT:
             self.seen.append(self.describe(func, args))
         return func(*args, **(kwargs or {}))
 
     def describe(self, func: Any, args: tuple[Any, ...]) -> Collective:
-        packet = func.name().partition("::")[2]
+        packet = packet_of(func)
         tensor = next(iter(tensors_of(args)))
         group = next((found for found in map(process_group, args) if found is not None), None)
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
@@ -110,8 +113,15 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
+def packet_of(func: Any) -> str:
+    """The operator's name without namespace and overload."""
+    return str(func.overloadpacket.__name__)
+
+
 def process_group(value: Any) -> dist.ProcessGroup | None:
-    """The process group behind a dispatcher argument, None if it is something else."""
+    """The process group behind a dispatcher argument, an object or a registered name; None if it is something else."""
+    if isinstance(value, str) and value in dist.distributed_c10d._world.pg_names.values():
+        return dist.distributed_c10d._resolve_process_group(value)
     if not isinstance(value, torch.ScriptObject) or "ProcessGroup" not in str(value._type()):
         return None
     return dist.ProcessGroup.unbox(value)

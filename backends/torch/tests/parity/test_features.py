@@ -20,6 +20,8 @@ COMBOS = [
     *(Combo(model, *setting) for model in PATTERNS for setting in SETTINGS),
     *(Combo("unused", *setting) for setting in SETTINGS if setting[-2] != "bf16"),
     Combo("unused", 2, options=("fill-unused",)),
+    Combo("unused", 2, accumulation=4, options=("evaluate",)),
+    Combo("unused", 4, "hsdp", 2, "fp16", 4, ("evaluate",)),
     Combo("unused", 4, "hsdp", 2, "fp32", 4, ("fill-unused",)),
     Combo("mlp", 2, options=("columns",)),
     Combo("mlp", 4, "fsdp", False, "bf16", 4, ("columns",)),
