@@ -34,7 +34,7 @@ from paired.report import print_report
 from paired.sides import IMPLEMENTATIONS, OPTIMIZERS, versions
 from paired.worker import Settings, work
 
-WIDTH_OF_FILES = 120
+WIDTH_OF_FILES = 130
 
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[Settings, Path | None]:

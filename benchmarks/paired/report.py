@@ -12,7 +12,7 @@ BUSY = 1.1
 LEGEND = (
     "ms, medians over the timed steps; added: step - bare, what sharding adds to the bare model. ratio: ours / native, "
     "of added time where collectives are no-ops (*), of step time elsewhere, with a 90 % bootstrap interval. "
-    "CPU ratio: the same of the stepping thread's CPU time."
+    "CPU ratio: the same of the stepping thread's CPU time in the cheapest step."
 )
 
 

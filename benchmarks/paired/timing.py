@@ -6,8 +6,9 @@ step that warms the caches, not timed, and a few timed ones. A step's time is th
 collection runs between visits, never inside. Medians are over all timed steps; the interval of a ratio is a bootstrap
 over the rounds.
 
-Next to the time on the clock, the CPU time of the thread that runs the step is kept. On an idle machine both agree
-wherever nothing waits for another rank; on a busy one only CPU time says something about the code.
+Next to the time on the clock, the CPU time of the thread that runs the step is kept: of the cheapest step, since
+whatever disturbs a thread only adds to it. On an idle machine both agree wherever nothing waits for another rank; on a
+busy one only CPU time says something about the code.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import contextlib
 import gc
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from math import nan
 from statistics import median
 
@@ -124,20 +125,25 @@ def _slowest(rounds: Rounds, *, device: torch.device) -> Rounds:
 
 @dataclass(frozen=True)
 class Timings:
-    """The rounds of the three sides of a case."""
+    """The rounds of the three sides of a case, and how to make one number of many steps."""
 
     ours: Rounds
     native: Rounds
     bare: Rounds
+    typical: Callable[[Iterable[float]], float] = median
 
     def step_ratio(self) -> float:
-        return _median(self.ours) / _median(self.native)
+        return self.seconds(self.ours) / self.seconds(self.native)
 
     def overhead_ratio(self) -> float:
         """How the two compare in what they add to the bare model's step; NaN if native adds nothing."""
-        bare = _median(self.bare)
-        added = _median(self.native) - bare
-        return (_median(self.ours) - bare) / added if added > 0 else nan
+        bare = self.seconds(self.bare)
+        added = self.seconds(self.native) - bare
+        return (self.seconds(self.ours) - bare) / added if added > 0 else nan
+
+    def seconds(self, rounds: Rounds) -> float:
+        """The typical step of a side."""
+        return self.typical(step for visit in rounds for step in visit)
 
     def interval(self, statistic: Callable[[Timings], float]) -> tuple[float, float]:
         """5th and 95th percentile of a statistic over resampled rounds."""
@@ -147,17 +153,9 @@ class Timings:
 
     def _resample(self, generator: random.Random) -> Timings:
         picked = generator.choices(range(len(self.ours)), k=len(self.ours))
-        return Timings(
+        return replace(
+            self,
             ours=[self.ours[i] for i in picked],
             native=[self.native[i] for i in picked],
             bare=[self.bare[i] for i in picked],
         )
-
-
-def _median(rounds: Rounds) -> float:
-    return median(step for visit in rounds for step in visit)
-
-
-def milliseconds(rounds: Rounds) -> float:
-    """Median over all steps, in ms."""
-    return _median(rounds) * 1e3

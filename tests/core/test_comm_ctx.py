@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -145,6 +146,21 @@ def test_only_the_last_backward_waits_for_the_gradients(streams: RecordingStream
     assert log[-3:] == ["release a", "release b", "release c"]
     ctx.end_backward(is_last=True)
     assert streams.log == []
+
+
+def test_outputs_that_another_stream_uses_are_kept_until_the_gradients_are_waited_for(ctx: CommContext) -> None:
+    used_by = {"reduce": ctx.reduce_stream, "all-reduce": ctx.all_reduce_stream}
+    alive: dict[str, weakref.ref[FakeReduction]] = {}
+    for name, stream in used_by.items():
+        reduction = FakeReduction(name, [], stream=stream)
+        ctx.submit(reduction)
+        alive[name] = weakref.ref(reduction)
+    del reduction
+    ctx.make_room()
+    assert alive["reduce"]() is None
+    assert alive["all-reduce"]() is not None
+    ctx.finish()
+    assert alive["all-reduce"]() is None
 
 
 @pytest.mark.parametrize("is_last", [True, False])

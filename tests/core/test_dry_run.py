@@ -72,6 +72,20 @@ def test_replicas_of_shards_reduce_over_both() -> None:
     assert rank.calls == [gather] * 3 + [gather, gather, *reduce, gather, *reduce, *reduce]
 
 
+@pytest.mark.parametrize("lacking", [2, 4])
+def test_only_what_both_groups_have_is_used(
+    reference: ref.NumpyBackend, monkeypatch: pytest.MonkeyPatch, lacking: int
+) -> None:
+    def supported(group: Any) -> frozenset[hpcompat.ReduceOp]:
+        return frozenset({hpcompat.ReduceOp.SUM}) if group.size == lacking else frozenset(hpcompat.ReduceOp)
+
+    monkeypatch.setattr(reference, "supported_reductions", supported)
+    with ref.DryWorld(8).rank() as rank:
+        mesh = ref.init_device_mesh((4, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        train(wrap(initialize(Net()), mesh=mesh), batch())
+    assert {call.op for call in rank.calls} == {None, "sum"}
+
+
 def test_a_smaller_group_gathers_for_backward() -> None:
     with ref.DryWorld(64).rank(20) as rank:
         train(wrap(wide(), reshard_after_forward=8), wide_batch())

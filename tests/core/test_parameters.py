@@ -144,16 +144,16 @@ def test_replicated_parameters_stay_whole_and_average_over_all_ranks(shape: tupl
         model = initialize(Net())
         mesh = ref.init_device_mesh(shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         wrap(model, "a", "c", mesh=mesh, root=False)
-        hpcompat.fully_shard(model.b, mesh=mesh, replicate_params={model.b.bias})
+        hpcompat.fully_shard(model.b, mesh=mesh, replicate_params={model.b.weight})
         hpcompat.fully_shard(model, mesh=mesh)
         train(model, batch(rank.number))
         return gradients(model)
 
     found = ref.World(4).run(run)
     expected = mean(Net, 4)
-    whole = expected.pop("b.bias")
+    whole = expected.pop("b.weight")
     for grads in found:
-        np.testing.assert_array_equal(grads.pop("b.bias"), whole)
+        np.testing.assert_array_equal(grads.pop("b.weight"), whole)
     assert_equal(join(found[: shape[-1]]), expected)
 
 
@@ -251,6 +251,24 @@ def test_parameters_of_one_unit_may_live_on_different_meshes() -> None:
     assert_equal(biases[0], biases[1])
     expected = mean(Net, 4)
     assert_equal({name: {**weights, **biases[0]}[name] for name in expected}, expected)
+
+
+def test_with_and_without_replicas_are_two_groups() -> None:
+    """Also over the same shards: their reductions differ."""
+    with ref.DryWorld(4).rank() as rank:
+        mesh = ref.init_device_mesh((2, 2), mesh_dim_names=("r", "s"))
+        infos = {
+            2: hpcompat.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0),
+            1: hpcompat.FSDPMeshInfo(mesh["s"], shard_mesh_dim=0),
+        }
+        model = hpcompat.fully_shard(
+            ref.Linear(4, 4),
+            mesh=mesh,
+            shard_placement_fn=lambda parameter: hpcompat.ShardPlacementResult(None, infos[parameter.data.ndim]),
+        )
+        train(model, batch())
+    reductions = [(call.name, call.num_sent) for call in rank.calls if call.op is not None]
+    assert reductions == [("reduce_scatter", 4), ("reduce_scatter", 16), ("all_reduce", 8)]
 
 
 def test_mesh_infos_over_the_same_ranks_must_be_one() -> None:

@@ -179,6 +179,17 @@ def test_a_factor_means_the_same_on_every_mesh_and_group(
         np.testing.assert_allclose(grads[name], expected, rtol=0, atol=rounding, err_msg=name)
 
 
+def test_a_factor_that_changes_counts_from_the_next_step_on() -> None:
+    def step(model: Any, rank: int) -> None:
+        for factor in (8.0, 2.0, 1.0):
+            zero_grad(model)
+            for layer in (model.a, model.b, model.c, model):
+                layer.set_gradient_divide_factor(factor)
+            train(model, batch(rank))
+
+    assert_equal(reduced(Net, shape=(2,), step=step), mean(Net, 2, divisor=1))
+
+
 # Accumulation
 
 
@@ -277,6 +288,44 @@ def test_several_forwards_before_one_backward() -> None:
 
     batches = [batch(rank, step=step) for rank in range(2) for step in range(2)]
     assert_equal(reduced(Net, shape=(2,), step=step), single_process(Net, batches, divisor=2))
+
+
+class HeadApart(Net):
+    """Leaves the head to the caller."""
+
+    def forward(self, x: ref.Value) -> Any:
+        return self.c(self.b(self.a(x)))
+
+
+def test_a_loss_by_chunks() -> None:
+    """A77: the head runs, backward too, once per chunk of rows, and the rest of the model afterwards."""
+
+    def by_chunks(model: Any, inputs: ref.Value, check: Callable[[Any], None]) -> None:
+        hidden = model(inputs)
+        grads = []
+        for row in range(3):
+            chunk = ref.Value(hidden.data[row : row + 1], requires_grad=True)
+            train(model.head, chunk)
+            grads.append(chunk.grad)
+            check(model)
+        ref.backward(hidden, np.concatenate(grads))
+
+    def run(rank: ref.Rank) -> Gradients:
+        model = initialize(HeadApart())
+        hpcompat.fully_shard([model.c, model.head])
+        wrap(model, "a", "b")
+        train(model, batch())  # the root must have run before
+        zero_grad(model)
+        arrived: list[bool] = []
+        by_chunks(model, batch(rank.number), lambda model: arrived.append(model.head.weight.grad is not None))
+        assert arrived[0], "no final callback is coming: the first chunk's gradient is on the shard"
+        return gradients(model)
+
+    truth = initialize(HeadApart())
+    for rank in range(2):
+        by_chunks(truth, batch(rank), lambda model: None)
+    expected = {name: grad / 2 for name, grad in gradients(truth).items()}
+    assert_equal(join(ref.World(2).run(run)), expected)
 
 
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)

@@ -114,11 +114,16 @@ def next_step(model: Any, rank: ref.Rank) -> tuple[Any, list[ref.Call]]:
 
 
 def assert_clean(model: Any) -> None:
+    iteration, ctx = model._unit().iteration, model._unit().comm_ctx
+    assert (iteration.forward_root, iteration.final_callback_queued) == (None, False)
+    assert (ctx.post_forward_order, len(ctx._reductions)) == ([], 0)
+    assert (ctx.latest_forward, ctx.guessed_forward) == (None, None)
     for unit in units(model):
         assert unit.training_state is TrainingState.IDLE
         for group in unit.groups:
             assert group.training_state is TrainingState.IDLE
             assert group.sharded_state is ShardedState.SHARDED
+            assert (group.post_forward_indices, group._gather) == ([], None)
             for param in group.tensors.params:
                 assert [param.accumulated_grad, param.partial_grad, param.take_new_gradient()] == [None] * 3
                 assert all(getattr(module, name) is param.sharded for module, name in param.places)
@@ -281,7 +286,6 @@ def test_unfinished_gathers_are_waited_for(model: Any) -> None:
     model.b.unshard(async_op=True)
     model.reset_iter_state()
     assert_clean(model)
-    assert model.b._unit().groups[0]._gather is None
 
 
 def test_twice_is_as_good_as_once(model: Any) -> None:

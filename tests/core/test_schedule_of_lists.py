@@ -9,7 +9,7 @@ import pytest
 import hpcompat
 from hpcompat_conformance import numpy_reference as ref
 from schedules import FORWARD, events_of, expected, step
-from training import Stack, batch, wrap
+from training import Stack, batch, train, wrap
 
 pytestmark = pytest.mark.usefixtures("rank")
 
@@ -46,8 +46,11 @@ def test_groups_of_a_unit_go_forward_in_order_and_backward_in_reverse() -> None:
             final_callback root
             """
         )
+        train(model, batch(requires_grad=False))
     # Of each layer the weights (2 rows of 4) and the bias (2 of 4): forward, then backward with the last group first.
     sizes = [(call.name, call.num_sent) for call in rank.calls]
+    assert sizes[-2:] == [("reduce_scatter", 4), ("reduce_scatter", 16)], "also in the final callback"
+    sizes = sizes[: len(sizes) // 2]
     assert sizes[:6] == [("all_gather", 8), ("all_gather", 2)] * 3
     backward = [
         ("all_gather", 8),

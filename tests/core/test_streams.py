@@ -181,6 +181,21 @@ def test_the_cap_holds_in_training_whenever_it_is_set(
     assert kept == [min(number, cap) for number in (1, 2, 3)]
 
 
+def test_the_groups_of_a_unit_make_room_once(device: RecordingStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reduction of the group that comes first in backward overlaps with the unit's other groups."""
+    kept: list[int] = []
+    submit = CommContext.submit
+
+    def submit_and_count(self: CommContext, reduction: Any) -> None:
+        submit(self, reduction)
+        kept.append(len(self._reductions))
+
+    monkeypatch.setattr(CommContext, "submit", submit_and_count)
+    model = wrap(Stack(), comm_fusion=False)
+    train(model, batch())
+    assert kept == [1, 2] * 3
+
+
 # Several roots
 
 

@@ -99,6 +99,7 @@ def run(*, failures: dict[int, str], accumulate: int, options: dict[str, Any], p
             fail(model, where=failures[step])
             model.reset_iter_state()
             check_clean(model)
+        halve(model)
         optimizer.zero_grad()
         for index in range(accumulate):
             model.set_requires_gradient_sync(index == accumulate - 1)
@@ -107,12 +108,24 @@ def run(*, failures: dict[int, str], accumulate: int, options: dict[str, Any], p
     return {**parameters(model), **{f"{name}.grad": value for name, value in gradients(model).items()}}
 
 
+@torch.no_grad()
+def halve(model: Any) -> None:
+    """Whatever was gathered before is out of date now."""
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+
+
 def check_clean(model: Any) -> None:
-    """Sharded and idle, nothing pending."""
+    """Sharded and idle, without an order that prefetching would follow."""
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    for unit in units(model):
-        assert unit._unit().training_state is TrainingState.IDLE
-        assert all(group.training_state is TrainingState.IDLE for group in unit._unit().groups)
+    root = model._unit()
+    assert root.iteration.forward_root is None
+    assert not root.comm_ctx.post_forward_order
+    for unit in root.iteration.units:
+        assert unit.training_state is TrainingState.IDLE
+        for group in unit.groups:
+            assert group.training_state is TrainingState.IDLE
+            assert not group.post_forward_indices
 
 
 WHERE = ("forward", "backward", "before backward", "after backward")

@@ -5,6 +5,9 @@ layout, into replicas, into shards of columns, and into a plain model; each then
 """
 
 import hashlib
+import os
+import shutil
+import sys
 import tempfile
 
 import torch
@@ -106,6 +109,14 @@ def resume(folder, model, optimizer):
     return loaded, model.num_calls.item(), losses, digest(model, optimizer)
 
 
+def leave():
+    """End here: in the interpreter's own shutdown, a gloo thread that drops its last tensor would abort the process."""
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def main():
     dist.init_process_group("gloo")
     world_size = dist.get_world_size()
@@ -127,11 +138,10 @@ def main():
         digest(model, optimizer),
     ]
     if dist.get_rank() == 0:
+        shutil.rmtree(folders[0])
         print("MODEL", type(model).__name__, flush=True)
         print("RESULT", repr(result), flush=True)
-    # A gloo thread that still holds a tensor when the interpreter ends would abort the process: let them finish.
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ rank 0 into a second model, which was sharded on the meta device.
 
 import hashlib
 import io
+import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -129,6 +131,14 @@ def digest(model, optimizer):
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
+def leave():
+    """End here: in the interpreter's own shutdown, a gloo thread that drops its last tensor would abort the process."""
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def main():
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -143,9 +153,7 @@ def main():
     if dist.get_rank() == 0:
         print("MODEL", type(model).__name__, flush=True)
         print("RESULT", repr(result), flush=True)
-    # A gloo thread that still holds a tensor when the interpreter ends would abort the process: let them finish.
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
