@@ -132,7 +132,9 @@ class HSDPModule:
 
     def set_gradient_scaling_factor(self, factor: Any) -> None:
         """Multiply reduced gradients by ``factor``: a number, a one-element tensor, or ``None`` for no scaling."""
-        if isinstance(factor, bool | str) or (hasattr(factor, "numel") and factor.numel() != 1):
+        is_number = isinstance(factor, int | float) and not isinstance(factor, bool) and math.isfinite(factor)
+        is_one_element = callable(getattr(factor, "numel", None)) and factor.numel() == 1
+        if factor is not None and not is_number and not is_one_element:
             raise TypeError(
                 f"expected the gradient scaling factor to be a number, a one-element tensor or None, but got {factor!r}"
             )

@@ -14,7 +14,8 @@ copy overlaps the next collective without both using one block of memory.
 
 [Note: kept outputs]
 A reduction's output is allocated on the reduce stream. Where an all-reduce or a hook then uses it on another stream,
-dropping it would let the next reduction write into it too early, so it is kept until the end of backward.
+dropping it would let the next reduction write into it too early, so it is kept until the end of the last backward or
+the group's next reduction, and is waited for there.
 """
 
 from __future__ import annotations
@@ -65,15 +66,12 @@ class CommContext:
         self.max_input_buffers = 1
         # One entry per forward of a group, in order; backward prefetch walks it from the end.
         self.post_forward_order: list[ParamGroup] = []
-        # Without streams only: the group that entered forward last, and the one gathered ahead for after it.
-        self.latest_forward: ParamGroup | None = None
-        self.guessed_forward: ParamGroup | None = None
         self._is_initialized = False
         self._held_gather: tuple[Gather, Any] | None = None
         self._reductions: deque[Reduction] = deque()
         self._post_reduce_events: dict[Any, Any] = {}
         # [Note: kept outputs]
-        self._kept: list[Reduction] = []
+        self._kept: dict[ParamGroup, Reduction] = {}
 
     def lazy_init(self, streams: Streams) -> None:
         if self._is_initialized:
@@ -115,14 +113,14 @@ class CommContext:
 
     # Reductions
 
-    def submit(self, reduction: Reduction) -> None:
-        """Queue a reduction whose collective has been issued."""
+    def submit(self, group: ParamGroup, reduction: Reduction) -> None:
+        """Queue a reduction of ``group`` whose collective has been issued."""
         self._reductions.append(reduction)
         if self.has_streams:
             reduction.complete()
             self._post_reduce_events[reduction.post_stream] = reduction.post_event
             if reduction.post_stream is not self.reduce_stream:
-                self._kept.append(reduction)
+                self._keep(group, reduction)
 
     def make_room(self) -> None:
         """Retire the oldest reductions until one more may keep its input."""
@@ -145,11 +143,17 @@ class CommContext:
     def reset(self) -> None:
         """After an exception: wait for what is in flight and forget it."""
         self.release_held_gather()
-        self.latest_forward = self.guessed_forward = None
         while self._reductions:
             self._reductions.popleft().abandon()
         self._wait_for_post_reduce_events()
         self.post_forward_order.clear()
+
+    def _keep(self, group: ParamGroup, reduction: Reduction) -> None:
+        """[Note: kept outputs]"""
+        previous = self._kept.get(group)
+        if previous is not None:
+            self.streams.current().wait_event(previous.post_event)
+        self._kept[group] = reduction
 
     def _retire(self, reduction: Reduction) -> None:
         reduction.complete()

@@ -78,7 +78,7 @@ def _average(request: DivideRequest) -> DividePlan:
 
 
 def _power_of_two_near_root(divisor: float) -> float:
-    """The smallest power of two that divides ``divisor`` up to about its square root; 1 for odd or fractional ones."""
+    """Doubled from 1 while it divides ``divisor`` and is below its square root (the rule of clause 11.1)."""
     pre = 1.0
     while divisor % pre == 0 and divisor / pre > pre:
         pre *= 2

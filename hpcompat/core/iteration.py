@@ -107,7 +107,8 @@ def _share(root: Unit, units: list[Unit]) -> None:
     iteration = root.iteration
     iteration.units = units
     caps = [group.max_input_buffers for unit in units for group in unit.groups]
-    root.comm_ctx.max_input_buffers = max(caps, default=1)
+    # A context shared with other roots keeps the largest cap of all.
+    root.comm_ctx.max_input_buffers = max([root.comm_ctx.max_input_buffers, *caps])
     for unit in units:
         unit.iteration = iteration
         unit.set_comm_ctx(root.comm_ctx)

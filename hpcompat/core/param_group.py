@@ -54,10 +54,6 @@ class ParamGroup:
         # Indices of this group's forwards in the shared order, latest last.
         self.post_forward_indices: list[int] = []
 
-        # The group that ran forward after this one, and whether it has always been that one.
-        self.successor: ParamGroup | None = None
-        self.has_one_successor = True
-
         # What the setters of HSDPModule change.
         self.reduce_grads = True
         self.all_reduce_grads = True
@@ -93,11 +89,6 @@ class ParamGroup:
         return self.sharded_state is ShardedState.UNSHARDED
 
     @property
-    def can_unshard(self) -> bool:
-        """Whether ``unshard`` would issue a gather now, outside backward."""
-        return self._gather is None and self.sharded_state is not ShardedState.UNSHARDED
-
-    @property
     def is_hsdp(self) -> bool:
         return isinstance(self.mesh_info, HSDPMeshInfo)
 
@@ -131,7 +122,7 @@ class ParamGroup:
 
     def unshard(self, async_op: bool = False) -> None:
         """Issue the gather, unless it is pending, done, or switched off for backward."""
-        if not self.can_unshard:
+        if self._gather is not None or self.sharded_state is ShardedState.UNSHARDED:
             return
         if not self.unshard_in_backward and self.training_state is TrainingState.PRE_BACKWARD:
             return
@@ -274,6 +265,7 @@ class ParamGroup:
         if all_reduce_group is None and self.all_reduce_hook_stream is not None:
             all_reduce_stream = self.all_reduce_hook_stream
         ctx.submit(
+            self,
             self.tensors.start_reduce(
                 bucket,
                 ReduceRequest(
@@ -288,7 +280,7 @@ class ParamGroup:
                     ctx.reduce_stream,
                     all_reduce_stream,
                 ),
-            )
+            ),
         )
 
     def _plan(self, overflow_risk: bool) -> DividePlan:
@@ -345,4 +337,6 @@ class ParamGroup:
         self.tensors.drop_gradients()
         self.post_forward_indices.clear()
         self.training_state = TrainingState.IDLE
-        self.to_sharded()
+        # Even if the state says so already: the exception may have come between a registration and its record.
+        self.tensors.to_sharded()
+        self.sharded_state = ShardedState.SHARDED

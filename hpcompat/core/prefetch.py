@@ -1,12 +1,4 @@
-"""Which groups to gather before they are needed (FSDP2 clause 9.1).
-
-[Note: implicit forward prefetch]
-A device with streams overlaps the next gather with this unit's computation by itself, because the host runs ahead.
-Without streams the host *is* the computation, so the next gather has to be issued before it. Which one is next is
-learnt from the last forward: a group remembers its successor as long as that never changes. A guess is dropped as soon
-as another group enters, when the root's forward ends and when the next one begins, so that no gather outlives an
-optimizer step. Right guesses leave the order and the number of gathers as they are.
-"""
+"""Which groups to gather before they are needed (FSDP2 clause 9.1)."""
 
 from __future__ import annotations
 
@@ -17,7 +9,6 @@ from hpcompat.core import events
 from hpcompat.core.states import TrainingState
 
 if TYPE_CHECKING:
-    from hpcompat.core.comm_ctx import CommContext
     from hpcompat.core.param_group import ParamGroup
     from hpcompat.core.unit import Unit
 
@@ -76,36 +67,3 @@ def prefetch_previous(group: ParamGroup) -> None:
         elif candidate.unit is not target:
             break
         prefetch(candidate, TrainingState.PRE_BACKWARD)
-
-
-def learn_forward_order(group: ParamGroup) -> None:
-    """Note that ``group`` enters forward now; drop the guess if it was another. [Note: implicit forward prefetch]"""
-    ctx = group.comm_ctx
-    guess = ctx.guessed_forward
-    if guess is not None:
-        ctx.guessed_forward = None
-        if guess is not group:
-            guess.drop_gather()
-    previous = ctx.latest_forward
-    if previous is not None and previous.successor is not group:
-        previous.has_one_successor = previous.successor is None
-        previous.successor = group
-    ctx.latest_forward = group
-
-
-def prefetch_next(group: ParamGroup) -> None:
-    """Gather what has always run after ``group``. [Note: implicit forward prefetch]"""
-    successor = group.successor
-    if successor is None or not group.has_one_successor or successor.all_gather_comm is not None:
-        return
-    if successor.can_unshard:
-        group.comm_ctx.guessed_forward = successor
-        prefetch(successor, TrainingState.FORWARD)
-
-
-def forget_forward(ctx: CommContext) -> None:
-    """At either end of a root's forward: drop a guess that nobody took, and start the order anew."""
-    if ctx.guessed_forward is not None:
-        ctx.guessed_forward.drop_gather()
-        ctx.guessed_forward = None
-    ctx.latest_forward = None

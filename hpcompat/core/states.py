@@ -53,23 +53,34 @@ SHARDED_TRANSITIONS: frozenset[tuple[ShardedState, ShardedState]] = frozenset(
     }
 )
 
-# A group that never sees an output gradient goes from IDLE (or, for a module list that ran in part, from FORWARD)
-# straight to POST_BACKWARD in the final callback; a module used by several outputs re-enters PRE_BACKWARD.
-TRAINING_TRANSITIONS: frozenset[tuple[TrainingState, TrainingState]] = frozenset(
+# Besides these, ``reset_iter_state`` leads from anywhere to IDLE, and a prefetch lends a group a state as it gathers.
+
+_S = TrainingState
+
+# A unit. FORWARD to PRE_BACKWARD: a module list whose forward stayed incomplete.
+UNIT_TRANSITIONS: frozenset[tuple[TrainingState, TrainingState]] = frozenset(
     {
-        (TrainingState.IDLE, TrainingState.FORWARD),
-        (TrainingState.FORWARD, TrainingState.FORWARD),
-        (TrainingState.FORWARD, TrainingState.IDLE),
-        (TrainingState.FORWARD, TrainingState.PRE_BACKWARD),
-        (TrainingState.FORWARD, TrainingState.POST_BACKWARD),
-        (TrainingState.IDLE, TrainingState.PRE_BACKWARD),
-        (TrainingState.IDLE, TrainingState.POST_BACKWARD),
-        (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD),
-        (TrainingState.PRE_BACKWARD, TrainingState.FORWARD),
-        (TrainingState.PRE_BACKWARD, TrainingState.IDLE),
-        (TrainingState.POST_BACKWARD, TrainingState.PRE_BACKWARD),
-        (TrainingState.POST_BACKWARD, TrainingState.POST_BACKWARD),
-        (TrainingState.POST_BACKWARD, TrainingState.FORWARD),
-        (TrainingState.POST_BACKWARD, TrainingState.IDLE),
+        (_S.IDLE, _S.FORWARD),
+        (_S.FORWARD, _S.IDLE),
+        (_S.IDLE, _S.PRE_BACKWARD),
+        (_S.FORWARD, _S.PRE_BACKWARD),
+        (_S.PRE_BACKWARD, _S.IDLE),
+    }
+)
+
+# A param group. Without an output gradient it goes to POST_BACKWARD straight from IDLE, in the final callback, or from
+# FORWARD, when a module list ran in part; a module called several times comes back from POST_BACKWARD.
+GROUP_TRANSITIONS: frozenset[tuple[TrainingState, TrainingState]] = frozenset(
+    {
+        (_S.IDLE, _S.FORWARD),
+        (_S.FORWARD, _S.IDLE),
+        (_S.IDLE, _S.PRE_BACKWARD),
+        (_S.FORWARD, _S.PRE_BACKWARD),
+        (_S.PRE_BACKWARD, _S.POST_BACKWARD),
+        (_S.IDLE, _S.POST_BACKWARD),
+        (_S.FORWARD, _S.POST_BACKWARD),
+        (_S.POST_BACKWARD, _S.PRE_BACKWARD),
+        (_S.POST_BACKWARD, _S.FORWARD),
+        (_S.POST_BACKWARD, _S.IDLE),
     }
 )

@@ -76,22 +76,18 @@ class Unit:
         if self.training_state is TrainingState.PRE_BACKWARD:
             self._ensure_unsharded()
             return ForwardEntry.RECOMPUTE
+        is_first = self.training_state is not TrainingState.FORWARD
+        # Before any state changes: a refused lazy init must be met again by the next forward.
+        is_root = is_first and self._enter_root()
         if len(self.modules) > 1 and not self._to_run:
             self._to_run.update(range(len(self.modules)))
-        is_first = self.training_state is not TrainingState.FORWARD
         self.training_state = TrainingState.FORWARD
-        is_root = is_first and self._enter_root()
-        in_order = not self.comm_ctx.has_streams and not self.iteration.final_callback_queued
         for group in self.groups:
-            if in_order and is_first:
-                prefetch.learn_forward_order(group)
             group.pre_forward()
         if not is_first:
             return ForwardEntry.AGAIN
         if self.forward_prefetch:
             prefetch.prefetch_forward(self.forward_prefetch)
-        elif in_order and self.groups:
-            prefetch.prefetch_next(self.groups[-1])
         return ForwardEntry.ROOT if is_root else ForwardEntry.FIRST
 
     def post_forward(self, index: int = 0, *, in_backward: bool) -> tuple[Unit, ...]:
@@ -112,7 +108,6 @@ class Unit:
             return (self,)
         completed = (self, *self._complete_partial_units(in_backward=in_backward))
         self.comm_ctx.release_held_gather()
-        prefetch.forget_forward(self.comm_ctx)
         self.iteration.forward_root = None
         return completed
 
@@ -147,7 +142,6 @@ class Unit:
             return False
         iteration.forward_root = self
         ctx = self.comm_ctx
-        prefetch.forget_forward(ctx)
         if iteration.post_optim_event is not None:
             ctx.make_gathers_wait(iteration.post_optim_event)
             iteration.post_optim_event = None

@@ -184,7 +184,7 @@ class GroupTensors:
         """Lay the unsharded parameters out in one storage, on the first gather. [Note: one storage, many version
         counters]
         """
-        sizes = [param.padded_numel * param.world_size * param.param_dtype.itemsize for param in self.params]
+        sizes = [self._unsharded_numel(param) * param.param_dtype.itemsize for param in self.params]
         self._starts, end = offsets(sizes, alignment=t.ALIGNMENT_BYTES)
         self._storage_bytes = align_up(end, t.ALIGNMENT_BYTES)
         with torch.inference_mode(False):
@@ -194,6 +194,12 @@ class GroupTensors:
                 if param.spec.unsharded is not None:
                     data = make_dtensor(data, spec_with_dtype(param.spec.unsharded, param.param_dtype))
                 param.unsharded_param = nn.Parameter(data, requires_grad=param.sharded_param.requires_grad)
+
+    def _unsharded_numel(self, param: ShardedParam) -> int:
+        """Elements of the parameter with the padding of whichever gather pads it more."""
+        info = self._spec.post_forward_mesh_info
+        kept = 0 if info is None else param.post_forward_numel(info.shard_mesh_size) * info.shard_mesh_size
+        return max(param.padded_numel * param.world_size, kept)
 
     def _view(self, param: ShardedParam, start: int, shape: Sequence[int]) -> torch.Tensor:
         assert self._storage is not None
