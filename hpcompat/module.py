@@ -37,10 +37,7 @@ class HSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Containers build new containers of their own class when sliced: that must give a plain one.
-        original = cls.__mro__[_original_index(cls)]
-        instance: Any = object.__new__(original)
-        instance.__init__(*args, **kwargs)
-        return instance
+        return cls.__mro__[_original_index(cls)](*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UserError(
@@ -123,16 +120,16 @@ class HSDPModule:
         The gradient becomes ``scaling_factor * sum over ranks / factor``, the same on FSDP and HSDP meshes and on
         groups without a premultiplied sum (public reports A27, A28).
         """
-        if isinstance(factor, bool) or not isinstance(factor, int | float):
+        if not _is_number(factor):
             raise TypeError(f"expected the gradient divide factor to be a number, but got {factor!r}")
-        if not math.isfinite(factor) or factor <= 0:
+        if not _is_finite(factor) or factor <= 0:
             raise ValueError(f"expected the gradient divide factor to be positive and finite, but got {factor!r}")
         for group in self._groups(recurse=False):
             group.set_division(factor=float(factor))
 
     def set_gradient_scaling_factor(self, factor: Any) -> None:
         """Multiply reduced gradients by ``factor``: a number, a one-element tensor, or ``None`` for no scaling."""
-        is_number = isinstance(factor, int | float) and not isinstance(factor, bool) and math.isfinite(factor)
+        is_number = _is_number(factor) and _is_finite(factor)
         is_one_element = callable(getattr(factor, "numel", None)) and factor.numel() == 1
         if factor is not None and not is_number and not is_one_element:
             raise TypeError(
@@ -350,6 +347,17 @@ def _original_index(cls: type) -> int:
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"expected {name} to be a bool, but got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an int beyond every float
+        return False
 
 
 def _check_comm(method: str, comm: object) -> None:

@@ -16,14 +16,6 @@ FORWARD = """
     pre_forward c, unshard c, wait_for_unshard c, reshard c, post_forward c
     post_forward root
 """
-# Without streams: what follows is known from the forward before.
-FORWARD_AHEAD = """
-    pre_forward root
-    pre_forward a, unshard a, wait_for_unshard a, prefetch b, unshard b, reshard a, post_forward a
-    pre_forward b, wait_for_unshard b, prefetch c, unshard c, reshard b, post_forward b
-    pre_forward c, wait_for_unshard c, reshard c, post_forward c
-    post_forward root
-"""
 BACKWARD = """
     pre_backward c, unshard c, wait_for_unshard c, prefetch b, unshard b
     pre_backward root
@@ -34,6 +26,8 @@ BACKWARD = """
     post_backward a, reshard a, reduce a
     final_callback root
 """
+# After earlier forwards that no backward has undone: the layer before the first is then the last of the forward before.
+BACKWARD_INTO_ANOTHER_FORWARD = BACKWARD.replace("wait_for_unshard a", "wait_for_unshard a, prefetch c, unshard c")
 FORWARD_KEEPING = """
     pre_forward root
     pre_forward a, unshard a, wait_for_unshard a, post_forward a
@@ -42,7 +36,6 @@ FORWARD_KEEPING = """
     post_forward root
 """
 # A prefetch of what is unsharded already gathers nothing.
-FORWARD_AHEAD_KEEPING = FORWARD_AHEAD.replace(", reshard a", "").replace(", reshard b", "").replace(", reshard c", "")
 BACKWARD_KEEPING = """
     pre_backward c, prefetch b
     pre_backward root

@@ -33,6 +33,11 @@ class FakeReduction:
         self.log.append(f"abandon {self.name}")
 
 
+def submit(ctx: CommContext, reduction: FakeReduction, *, group: Any = None) -> None:
+    """For ``group``; by default every reduction is of a group of its own."""
+    ctx.submit(object() if group is None else group, reduction)
+
+
 class FakeGather:
     event = None
     is_async = False
@@ -104,13 +109,13 @@ def test_a_held_gather_is_released_once_the_gathers_wait_for_its_copy(
 
 def test_with_streams_a_reduction_is_enqueued_whole(streams: RecordingStreams, ctx: CommContext) -> None:
     log: list[str] = []
-    ctx.submit(FakeReduction("c", log))
+    submit(ctx, FakeReduction("c", log))
     assert log == ["complete c"]
 
 
 def test_without_streams_a_reduction_is_completed_when_its_turn_comes(ctx_without_streams: CommContext) -> None:
     log: list[str] = []
-    ctx_without_streams.submit(FakeReduction("c", log))
+    submit(ctx_without_streams, FakeReduction("c", log))
     assert log == []
     ctx_without_streams.make_room()
     assert log == ["complete c", "release c"]
@@ -123,7 +128,7 @@ def test_at_most_cap_reductions_keep_their_input(ctx_without_streams: CommContex
     ctx.max_input_buffers = cap
     for number in range(6):
         ctx.make_room()
-        ctx.submit(FakeReduction(str(number), log))
+        submit(ctx, FakeReduction(str(number), log))
         num_kept = number + 1 - sum(entry.startswith("release") for entry in log)
         assert num_kept == min(number + 1, cap)
     ctx.finish()
@@ -134,9 +139,9 @@ def test_at_most_cap_reductions_keep_their_input(ctx_without_streams: CommContex
 
 def test_only_the_last_backward_waits_for_the_gradients(streams: RecordingStreams, ctx: CommContext) -> None:
     log: list[str] = []
-    ctx.submit(FakeReduction("a", log, stream="reduce"))
-    ctx.submit(FakeReduction("b", log, stream="all-reduce"))
-    ctx.submit(FakeReduction("c", log, stream="reduce"))
+    submit(ctx, FakeReduction("a", log, stream="reduce"))
+    submit(ctx, FakeReduction("b", log, stream="all-reduce"))
+    submit(ctx, FakeReduction("c", log, stream="reduce"))
     ctx.end_backward(is_last=False)
     assert streams.log == []
     assert "release a" not in log
@@ -153,7 +158,7 @@ def test_outputs_that_another_stream_uses_are_kept_until_the_gradients_are_waite
     alive: dict[str, weakref.ref[FakeReduction]] = {}
     for name, stream in used_by.items():
         reduction = FakeReduction(name, [], stream=stream)
-        ctx.submit(reduction)
+        submit(ctx, reduction)
         alive[name] = weakref.ref(reduction)
     del reduction
     ctx.make_room()
@@ -163,12 +168,44 @@ def test_outputs_that_another_stream_uses_are_kept_until_the_gradients_are_waite
     assert alive["all-reduce"]() is None
 
 
+def test_the_next_reduction_of_a_group_waits_for_what_is_kept_and_lets_it_go(
+    streams: RecordingStreams, ctx: CommContext
+) -> None:
+    log: list[str] = []
+    group: Any = object()
+    first = FakeReduction("first", log, stream=ctx.all_reduce_stream)
+    submit(ctx, first, group=group)
+    submit(ctx, FakeReduction("other", log, stream=ctx.all_reduce_stream))
+    submit(ctx, FakeReduction("on its own", log, stream=ctx.reduce_stream), group=group)
+    ctx.make_room()
+    assert streams.log == [], "neither another group's nor one whose output is used on the reduce stream alone"
+    alive = weakref.ref(first)
+    del first
+    assert alive() is not None
+    submit(ctx, FakeReduction("second", log, stream=ctx.all_reduce_stream), group=group)
+    assert streams.take_log() == ["current waits for end of first"]
+    assert alive() is None
+    submit(ctx, FakeReduction("third", log, stream=ctx.all_reduce_stream), group=group)
+    assert streams.take_log() == ["current waits for end of second"]
+
+
+def test_once_the_gradients_are_waited_for_a_reduction_waits_for_none(
+    streams: RecordingStreams, ctx: CommContext
+) -> None:
+    group: Any = object()
+    submit(ctx, FakeReduction("first", [], stream=ctx.all_reduce_stream), group=group)
+    ctx.finish()
+    streams.take_log()
+    submit(ctx, FakeReduction("second", [], stream=ctx.all_reduce_stream), group=group)
+    assert streams.log == []
+
+
 @pytest.mark.parametrize("is_last", [True, False])
 def test_without_streams_every_backward_hands_its_gradients_over(
     ctx_without_streams: CommContext, is_last: bool
 ) -> None:
     log: list[str] = []
-    ctx_without_streams.submit(FakeReduction("a", log))
+    submit(ctx_without_streams, FakeReduction("a", log))
     ctx_without_streams.end_backward(is_last=is_last)
     assert log == ["complete a", "release a"]
 
@@ -185,7 +222,7 @@ def test_the_order_of_forwards_outlives_all_but_the_last_backward(ctx: CommConte
 def test_reset_abandons_what_is_in_flight(streams: RecordingStreams, ctx: CommContext) -> None:
     log: list[str] = []
     ctx.hold_gather(FakeGather(), "copy")
-    ctx.submit(FakeReduction("a", log, stream="reduce"))
+    submit(ctx, FakeReduction("a", log, stream="reduce"))
     ctx.post_forward_order.append(object())
     ctx.reset()
     assert log == ["complete a", "abandon a"]

@@ -275,7 +275,7 @@ def test_ways_through_the_model(make: type[Net], shape: tuple[int, ...], reshard
     def step(model: Any, rank: int) -> None:
         train(model, batch(rank))
         zero_grad(model)
-        train(model, batch(rank))  # with what was learnt of the order of forwards
+        train(model, batch(rank))  # again: nothing of the step before is in the way
 
     grads = reduced(make, shape=shape, step=step, wrap=partial(wrap, reshard_after_forward=reshard_after_forward))
     assert_equal(grads, mean(make, int(np.prod(shape))))

@@ -161,3 +161,17 @@ def test_a_member_called_apart_reduces_apart() -> None:
         final_callback root
         """
     )
+
+
+def test_a_list_that_was_run_without_a_root_can_be_run_with_one() -> None:
+    model, fresh = Stack(), Stack()
+    for stack in (model, fresh):
+        hpcompat.fully_shard([stack.a, stack.b])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="requires a single root module"):
+            model.a(batch())
+    with hpcompat.record_events() as retried:
+        train(wrap(model, "c"), batch())
+    with hpcompat.record_events() as clean:
+        train(wrap(fresh, "c"), batch())
+    assert retried == clean
