@@ -139,6 +139,8 @@ def share_comm_ctx(modules: Iterable[Any]) -> None:
     Raises:
         ValueError: a member is not wrapped.
     """
+    if isinstance(modules, HSDPModule) or not isinstance(modules, Iterable):
+        raise TypeError(f"share_comm_ctx expects a list of FSDPModules, but got {type(modules).__name__}; pass a list")
     members = list(modules)
     for member in members:
         if not isinstance(member, HSDPModule):
@@ -171,6 +173,10 @@ def _check_types(impl: Backend, mp_policy: object, offload_policy: object, mesh:
         raise TypeError(f"expected mp_policy to be a MixedPrecisionPolicy, but got {mp_policy!r}")
     if not isinstance(offload_policy, OffloadPolicy) and not type(offload_policy).__name__.endswith("OffloadPolicy"):
         raise TypeError(f"expected offload_policy to be an OffloadPolicy, but got {offload_policy!r}")
+    for name in ("cast_forward_inputs", "apply_grad_on_fp32_main_grad"):
+        value = getattr(mp_policy, name, False)
+        if not isinstance(value, bool):
+            raise TypeError(f"expected mp_policy.{name} to be a bool, but got {value!r}; pass a bool")
     if dp_mesh_dims is not None and type(dp_mesh_dims).__name__ != "DataParallelMeshDims":
         raise TypeError(f"expected dp_mesh_dims to be a DataParallelMeshDims, but got {dp_mesh_dims!r}")
 

@@ -121,6 +121,10 @@ class GroupTensors(Protocol):
         """Qualified parameter names; the wrap gives local ones, lazy init gives full ones."""
         ...
 
+    def shard(self) -> None:
+        """Shard the parameters and register the shards. Until then, making the group has changed nothing."""
+        ...
+
     def bind_names(self, prefixes: dict[Any, str]) -> None:
         """Take the qualified prefix (``"layers.0."``, ``""`` for the root) of every module."""
         ...
@@ -240,6 +244,14 @@ class Backend(Protocol):
 
     def check_policies(self, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy, device: Any) -> None: ...
     def make_group(self, spec: WrapSpec) -> GroupTensors: ...
+    def check_ready(self, module: Any) -> None:
+        """Before the first forward of a root.
+
+        Raises:
+            RuntimeError: a buffer at or below ``module`` is on the meta device.
+        """
+        ...
+
     def install_hooks(self, unit: Unit) -> None: ...
     def before_forward(
         self, unit: Unit, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -7,6 +7,10 @@ class UserError(ValueError, AssertionError):
     """A caller's mistake that FSDP2 reports as ``AssertionError`` and that we report as ``ValueError``: it is both."""
 
 
+class StateDictError(ValueError, RuntimeError):
+    """A value that does not fit its parameter; torch raises ``RuntimeError`` for it."""
+
+
 class CapabilityError(NotImplementedError):
     """The backend cannot do this; the message names the backend and the capability."""
 

@@ -6,10 +6,13 @@ its own.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hpcompat.errors import UserError
+
+logger = logging.getLogger("hpcompat")
 
 MODEL_PARALLEL_AXES = frozenset({"cp", "tp", "ep", "pp", "sp"})
 
@@ -37,6 +40,12 @@ class DataParallelMeshDims:
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for role, names in (("shard", self.shard), ("replicate", self.replicate)):
+            members = names if isinstance(names, tuple) else (names,)
+            if names is not None and not all(isinstance(name, str) for name in members):
+                raise TypeError(f"expected {role} to be the name of a mesh axis or a tuple of names, but got {names!r}")
 
     @property
     def shard_names(self) -> tuple[str, ...]:
@@ -200,5 +209,6 @@ def check_reshard_after_forward(value: object, mesh_size: int) -> bool | int:
             "pass True, False or a divisor of the shard axis"
         )
     if value == 1:
+        logger.warning("reshard_after_forward=1 keeps parameters unsharded after forward; True reshards over all ranks")
         return False
     return True if value == mesh_size else value

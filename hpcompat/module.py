@@ -292,6 +292,7 @@ class HSDPModule:
 
     def _units(self, recurse: bool) -> Iterator[Unit]:
         own = self._unit()
+        _check_bool("recurse", recurse)
         if not recurse:
             yield own
             return
@@ -361,13 +362,14 @@ def _is_finite(number: float) -> bool:
 
 
 def _check_comm(method: str, comm: object) -> None:
-    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+    if isinstance(comm, type) or not callable(comm) or not callable(getattr(comm, "allocate", None)):
         raise TypeError(f"{method} expects an object with allocate(...) and __call__(...), but got {comm!r}")
 
 
 def _units_of(modules: list[HSDPModule]) -> list[Unit]:
     if isinstance(modules, HSDPModule) or not hasattr(modules, "__iter__"):
         raise TypeError(f"expected a list of FSDPModules, but got {type(modules).__name__}")
+    modules = list(modules)
     for module in modules:
         if not isinstance(module, HSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: wrap it with fully_shard first")

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paired.cases import Case
 from paired.hooks import HOOKS, STAGES, HookClock, KindTime, hook_clock
 from paired.noop import CallCounter, noop_collectives
-from paired.sides import SIDES, Side, SideName, make_side
+from paired.sides import SIDES, TURNS, Side, SideName, make_side
 from paired.timing import synchronize
 
 NUM_WARMUP_STEPS = 2
@@ -78,8 +78,8 @@ def profile_case(
             for _ in range(NUM_WARMUP_STEPS):
                 visit.side.step()
         for index in range(num_rounds):
-            for visit in visits.values() if index % 2 == 0 else reversed(visits.values()):
-                visit.run(num_steps=num_steps, device=device)
+            for name in TURNS[index % len(TURNS)]:
+                visits[name].run(num_steps=num_steps, device=device)
     scale = 1e6 / num_steps / case.num_units
     sharded = {name: visits[name].summary(visits["bare"], scale=scale) for name in SIDES if name != "bare"}
     return {"num_steps": num_steps * num_rounds, "num_units": case.num_units, **sharded}

@@ -18,6 +18,9 @@ SideName = Literal["ours", "native", "bare"]
 SIDES: tuple[SideName, ...] = ("ours", "native", "bare")
 """`bare` is the model without sharding or communication: what a step costs before anyone shards anything."""
 
+TURNS: tuple[tuple[SideName, ...], ...] = (("ours", "native", "bare"), ("native", "ours", "bare"))
+"""Orders of alternate rounds: ours follows native as often as native follows ours, and each follows bare as often."""
+
 IMPLEMENTATIONS: dict[str, str] = {"hpcompat": "hpcompat", "native": "torch.distributed.fsdp"}
 """Name -> the module that has its `fully_shard`. More may be added; nothing else here knows them."""
 

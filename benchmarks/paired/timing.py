@@ -1,10 +1,10 @@
 """Timing of several models by turns, in the processes that hold them all.
 
 A machine's speed drifts by more than the differences looked for, so nothing is timed first and compared later. A round
-visits every lane (one side of one case) once, the next round in the opposite order (A B C, C B A, ...); a visit is a
-step that warms the caches, not timed, and a few timed ones. A step's time is that of its slowest rank. Garbage
-collection runs between visits, never inside. Medians are over all timed steps; the interval of a ratio is a bootstrap
-over the rounds.
+visits every lane (one side of one case) once, the next round with ours and native swapped (A B bare, B A bare, ...); a
+visit is a step that warms the caches, not timed, and a few timed ones. A step's time is that of its slowest rank.
+Garbage collection runs between visits, never inside. Medians are over all timed steps; the interval of a ratio is a
+bootstrap over the rounds.
 
 Next to the time on the clock, the CPU time of the thread that runs the step is kept: of the cheapest step, since
 whatever disturbs a thread only adds to it. On an idle machine both agree wherever nothing waits for another rank; on a
@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from paired.cases import Case
 from paired.noop import CallCounter, noop_collectives, sequence_number
-from paired.sides import Side, SideName
+from paired.sides import TURNS, Side, SideName
 
 NUM_WARMUP_ROUNDS = 2
 NUM_RESAMPLES = 1000
@@ -99,6 +99,7 @@ def run_rounds(
     lanes: Sequence[Lane], *, num_rounds: int, num_steps: int, device: torch.device, report: Callable[[int], None]
 ) -> None:
     """Fill the lanes' times, with the slowest rank's for every step; all ranks call this together."""
+    case_names = list(dict.fromkeys(lane.case.name for lane in lanes))
     for _ in range(NUM_WARMUP_ROUNDS):
         for lane in lanes:
             lane.visit(num_steps=0, device=device)
@@ -108,7 +109,8 @@ def run_rounds(
     gc.collect()
     gc.freeze()
     for index in range(num_rounds):
-        for lane in lanes if index % 2 == 0 else reversed(lanes):
+        turns = TURNS[index % len(TURNS)]
+        for lane in sorted(lanes, key=lambda lane: (case_names.index(lane.case.name), turns.index(lane.side_name))):
             lane.visit(num_steps=num_steps, device=device)
         report(index + 1)
     gc.unfreeze()

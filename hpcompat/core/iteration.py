@@ -70,6 +70,7 @@ def init_root(root: Unit) -> None:
     for unit in units:
         for group in unit.groups:
             group.prepare()
+    root.backend.check_ready(root.modules[0])
     # Only now, so that a refused forward can be mended and tried again.
     for unit in units:
         unit.is_root = unit is root

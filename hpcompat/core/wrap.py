@@ -17,6 +17,8 @@ from hpcompat.mesh import (
     FSDPMeshInfo,
     HSDPMeshInfo,
     check_reshard_after_forward,
+    replicate_world_size,
+    shard_world_size,
 )
 from hpcompat.placement import ShardPlacementResult, is_shard
 
@@ -75,10 +77,13 @@ def wrap(backend: Backend, modules: tuple[Any, ...], options: WrapOptions) -> Un
         auto_reshard_after_forward=options.reshard_after_forward is None,
         label=options.label,
     )
-    for spec in specs:
+    # All are made, and so checked, before any changes the modules.
+    tensors = [backend.make_group(spec) for spec in specs]
+    for spec, group_tensors in zip(specs, tensors, strict=True):
+        group_tensors.shard()
         unit.add_group(
             ParamGroup(
-                backend.make_group(spec),
+                group_tensors,
                 backend=backend,
                 mesh_info=spec.mesh_info,
                 post_forward_mesh_info=spec.post_forward_mesh_info,
@@ -201,7 +206,7 @@ def _group_specs(
             info, placement = replicate_info, None
         else:
             info, placement = _resolve_placement(parameter, options)
-        key = _group_key(info)
+        key = _group_key(info, groups)
         if not options.fuse:
             key = (key, len(groups))
         members = groups.setdefault(key, (info, [], []))
@@ -226,7 +231,15 @@ def _group_specs(
     ]
 
 
-def _group_key(info: DataParallelMeshInfo) -> tuple[Any, Any]:
+def _group_key(info: DataParallelMeshInfo, groups: dict[Any, Any]) -> tuple[Any, ...]:
+    """What parameters must agree on to share a group: the process groups they communicate over.
+
+    On one rank every axis has the same process group; there the meshes themselves tell the groups apart.
+    """
+    if shard_world_size(info) * replicate_world_size(info) == 1:
+        infos = [members[0] for members in groups.values()]
+        position = next((index for index, known in enumerate(infos) if known.mesh == info.mesh), len(infos))
+        return (position,)
     shard_group = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
     replicate_group = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
     return shard_group, replicate_group
@@ -257,6 +270,11 @@ def _resolve_placement(parameter: Any, options: WrapOptions) -> tuple[DataParall
     if result is None:
         return options.mesh_info, None
     if isinstance(result, ShardPlacementResult):
+        if not isinstance(result.mesh_info, FSDPMeshInfo):
+            raise TypeError(
+                "expected mesh_info of a ShardPlacementResult to be an FSDPMeshInfo, but got "
+                f"{type(result.mesh_info).__name__}; make one: FSDPMeshInfo(mesh, shard_mesh_dim=0)"
+            )
         return result.mesh_info, result.placement
     if is_shard(result):
         return options.mesh_info, result

@@ -149,8 +149,18 @@ class TorchBackend:
                 tensor.data = tensor.to(device)
 
     def make_group(self, spec: WrapSpec) -> GroupTensors:
+        _refuse_native_units(spec.modules)
         optim.watch_for_stale_parameters()
         return TorchGroupTensors(spec)
+
+    def check_ready(self, module: nn.Module) -> None:
+        on_meta = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+        if on_meta:
+            raise RuntimeError(
+                "expected buffers to be materialized from meta device before training, but got buffers on it: "
+                f"{on_meta}; call module.to_empty(device=...) and compute them again (no state dict holds the "
+                "non-persistent ones)"
+            )
 
     # Autograd
 
@@ -167,3 +177,17 @@ class TorchBackend:
 
     def queue_final_callback(self, callback: Callable[[], None]) -> None:
         hooks.queue_final_callback(callback)
+
+
+def _refuse_native_units(modules: Sequence[nn.Module]) -> None:
+    """A unit of torch's own FSDP2 below ours would be sharded twice. By name: torch.distributed.fsdp is not
+    imported.
+    """
+    for root in modules:
+        for module in root.modules():
+            bases = type(module).__mro__
+            if any(base.__name__ == "FSDPModule" and base.__module__.startswith("torch.") for base in bases):
+                raise ValueError(
+                    f"expected only units of hpcompat below {type(root).__name__}, but got {type(module).__name__}, "
+                    "which torch.distributed.fsdp has wrapped; import fully_shard from hpcompat everywhere"
+                )

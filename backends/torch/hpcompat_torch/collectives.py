@@ -109,7 +109,7 @@ class ReductionInFlight:
         with on_stream(request.reduce_stream, device):
             assert self.input is not None
             _divide(self.input, request.plan.pre)
-            if request.shard_world_size > 1:
+            if request.shard_world_size > 1 and self.output.numel() > 0:
                 self.work = self._reduce_scatter(async_op=async_op)
             self.input_event = request.reduce_stream.record_event()
             if request.all_reduce_group is not None:

@@ -98,7 +98,9 @@ def start_reduce(
 
     per_rank = sum(param.padded_numel for param in params)
     flat = allocate(per_rank * world_size)
-    torch._chunk_cat(_as_rows(bucket, world_size), dim=0, num_chunks=world_size, out=flat.view(world_size, -1))
+    rows = [grad for grad in _as_rows(bucket, world_size) if grad.numel() > 0]
+    if rows:
+        torch._chunk_cat(rows, dim=0, num_chunks=world_size, out=flat.view(world_size, -1))
     bucket.grads = []  # the copies are made: let autograd's memory go
     with on_stream(request.reduce_stream, device):
         output = allocate(per_rank) if world_size > 1 else flat
@@ -110,6 +112,12 @@ def start_reduce(
 def _as_rows(bucket: GradientBucket, world_size: int) -> list[torch.Tensor]:
     """The gradients in one dtype, each with the blocks that go to the ranks one after another along dim 0."""
     grads = bucket.grads
+    for grad, param in zip(grads, bucket.params, strict=True):
+        if grad.layout is not torch.strided:
+            raise NotImplementedError(
+                f"expected dense gradients to reduce, but got a sparse gradient for {param.name!r}; make its module "
+                "with sparse=False"
+            )
     if len({grad.dtype for grad in grads}) > 1:
         grads = [grad.to(bucket.reduce_dtype) for grad in grads]
     if world_size == 1 or all(param.dim == 0 for param in bucket.params):

@@ -60,13 +60,12 @@ class GroupTensors:
         self._storage: torch.UntypedStorage | None = None
         self._storage_bytes = 0
         self._out: dict[tuple[ShardedState, int], list[torch.Tensor]] = {}
-        self._shard(spec.parameters)
-        self._fix_dtypes()
 
     # Shards
 
     @torch.no_grad()
-    def _shard(self, parameters: Sequence[nn.Parameter]) -> None:
+    def shard(self) -> None:
+        parameters = self._spec.parameters
         locals_ = [p._local_tensor if isinstance(p, DTensor) else p.detach() for p in parameters]
         self._lay_out([param.cut(local) for param, local in zip(self.params, locals_, strict=True)])
         for param, original in zip(self.params, parameters, strict=True):
@@ -74,6 +73,7 @@ class GroupTensors:
             param.offloads, param.pin_memory = self._offloads, self._pin_memory
             param.keeps_main_grad = bool(getattr(self._spec.mp_policy, "apply_grad_on_fp32_main_grad", False))
             param.register(param.sharded_param)
+        self._fix_dtypes()
 
     @torch.no_grad()
     def _lay_out(self, shards: Sequence[torch.Tensor]) -> None:
@@ -194,6 +194,7 @@ class GroupTensors:
                 if param.spec.unsharded is not None:
                     data = make_dtensor(data, spec_with_dtype(param.spec.unsharded, param.param_dtype))
                 param.unsharded_param = nn.Parameter(data, requires_grad=param.sharded_param.requires_grad)
+                setattr(param.unsharded_param, REPLACED, param.name)
 
     def _unsharded_numel(self, param: ShardedParam) -> int:
         """Elements of the parameter with the padding of whichever gather pads it more."""
@@ -225,6 +226,8 @@ class GroupTensors:
 
     def all_gather(self, request: GatherRequest) -> GatherInFlight:
         source, world_size = request.source, request.world_size
+        if source is ShardedState.SHARDED and any(param.is_replaced for param in self.params):
+            self.rebind(flatten=False)
         if world_size == 1:
             return GatherInFlight(None, source=source, world_size=1)
         with on_stream(request.copy_in_stream, self._device):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hpcompat.core.states import ForwardEntry
 from hpcompat.core.wrap import unit_of
+from hpcompat.errors import StateDictError
 from hpcompat_torch.param import ShardedParam
 from hpcompat_torch.streams import has_streams
 from hpcompat_torch.tensors import cast_floating
@@ -198,14 +199,28 @@ class TorchModuleMixin:
             group.tensors.rebind(flatten=True)  # type: ignore[attr-defined]
         return result
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``; also drops ``main_grad`` and gradients that still wait for their reduction
+        (A41).
+        """
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in _units_below(self):
+            for group in unit.groups:
+                group.tensors.drop_gradients()
+                for param in group.tensors.params:  # type: ignore[attr-defined]
+                    if param.keeps_main_grad:
+                        param.sharded_param.main_grad = None
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As ``nn.Module.load_state_dict``; a value for a sharded parameter may be a DTensor of its mesh and
         placements, or a plain tensor of the global shape (every rank passes the whole tensor) or of this rank's local
         shape.
 
         Raises:
-            ValueError: a plain tensor has neither shape.
+            StateDictError: a plain tensor has neither shape.
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"expected state_dict to be a dict of names and values, but got {state_dict!r}")
         owners = {
             param.sharded_param: param
             for unit in _units_below(self)
@@ -219,7 +234,9 @@ class TorchModuleMixin:
         for name, parameter in self.named_parameters(remove_duplicate=False):  # type: ignore[attr-defined]
             value = loaded.get(name)
             if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                loaded[name] = _to_shard(name, value, parameter, owners.get(parameter))
+                shard = _to_shard(name, value, parameter, owners.get(parameter))
+                # A view would keep the global tensor alive for as long as the parameter.
+                loaded[name] = shard.clone() if assign else shard
         if hasattr(state_dict, "_metadata"):
             loaded = _WithMetadata(loaded)
             loaded._metadata = state_dict._metadata  # type: ignore[attr-defined]
@@ -247,7 +264,7 @@ def _to_shard(name: str, value: torch.Tensor, parameter: DTensor, owner: Sharded
     elif value.shape == parameter._local_tensor.shape:
         local = value
     else:
-        raise ValueError(
+        raise StateDictError(
             f"expected the value of {name!r} to have the global shape {tuple(parameter.shape)} or the local shape "
             f"{tuple(parameter._local_tensor.shape)}, but got {tuple(value.shape)}"
         )

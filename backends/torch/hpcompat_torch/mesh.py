@@ -115,8 +115,19 @@ def _tensor_parallel_spec(spec: DTensorSpec, name: str, info: DataParallelMeshIn
         )
     shard = _shard_inside(shard_dim, spec.num_shards_map[shard_dim])
     placements = (*_data_parallel_placements(info, shard), *spec.placements)
-    mesh = concatenate([info.mesh, spec.mesh])
+    mesh = _join(info.mesh, spec.mesh, name)
     return ShardingSpec(DTensorSpec(mesh, placements, tensor_meta=spec.tensor_meta), unsharded=spec)
+
+
+def _join(data_parallel: DeviceMesh, model_parallel: DeviceMesh, name: str) -> DeviceMesh:
+    try:
+        return concatenate([data_parallel, model_parallel])
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"expected the mesh of DTensor parameter {name!r} and the mesh passed to fully_shard to be axes of one "
+            "mesh "
+            f'(mesh["tp"] and mesh["dp"]), but got {model_parallel} and {data_parallel}'
+        ) from error
 
 
 def _spmd_spec(spec: DTensorSpec, name: str, info: DataParallelMeshInfo, shard_dim: int) -> ShardingSpec:

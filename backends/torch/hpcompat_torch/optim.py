@@ -10,12 +10,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hpcompat_torch.param import REPLACED
 
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+# Number of parameters that an optimizer had when it was checked; param groups may be added later.
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _is_watching = False
 
 
 def watch_for_stale_parameters() -> None:
-    """Check every optimizer once, before its first step from now on. Cheap: one attribute per parameter, once."""
+    """Check every optimizer from now on before its first step, and again when it has got more parameters."""
     global _is_watching
     if not _is_watching:
         register_optimizer_step_pre_hook(_check)
@@ -23,7 +24,8 @@ def watch_for_stale_parameters() -> None:
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _checked:
+    num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _checked.get(optimizer) == num_parameters:
         return
     stale = [
         name
@@ -35,6 +37,6 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise ValueError(
             f"expected {type(optimizer).__name__} to hold sharded parameters, but got {len(stale)} that fully_shard "
             f"has replaced ({', '.join(stale[:3])}{', ...' if len(stale) > 3 else ''}): the step would train nothing. "
-            "Create the optimizer after wrapping"
+            "Create the optimizer after wrapping, while the parameters are sharded (reshard() brings them back)"
         )
-    _checked.add(optimizer)
+    _checked[optimizer] = num_parameters

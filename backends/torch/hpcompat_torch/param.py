@@ -107,6 +107,12 @@ class ShardedParam:
     def local_shard(self) -> torch.Tensor:
         return self.sharded_param._local_tensor  # type: ignore[no-any-return, attr-defined]
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether somebody has registered another parameter in place of the shard."""
+        module, attribute = self.places[0]
+        return module._parameters[attribute] is not self.sharded_param
+
     def refresh_sharded_param(self) -> None:
         """Take up a parameter that was registered in place of ours, at every place that shares it."""
         module, attribute = self.places[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 TensorFn = Callable[[torch.Tensor], torch.Tensor]
 
 _MAX_DEPTH = 100
+_MAX_OBJECTS = 10_000
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -90,26 +92,39 @@ def tensors_with_grad(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def hidden_tensor_owner(value: Any, _depth: int = 0) -> str | None:
+def hidden_tensor_owner(value: Any) -> str | None:
     """The type name of an object in ``value`` that holds tensors requiring grad where ``map_tensors`` does not look."""
-    if isinstance(value, (torch.Tensor, torch.nn.Module, *_ATOMS)) or _depth > 4:
+    return _find_hidden(value, owner=None, seen=set())
+
+
+def _find_hidden(value: Any, *, owner: str | None, seen: set[int]) -> str | None:
+    if isinstance(value, torch.Tensor):
+        return owner if value.requires_grad else None
+    # Objects may refer to one another in circles; all of them are alive while we look, so id() tells them apart.
+    if isinstance(value, (torch.nn.Module, type, *_ATOMS)) or id(value) in seen or len(seen) > _MAX_OBJECTS:
         return None
+    seen.add(id(value))
+    children, is_visible = _contents(value)
+    if owner is None and not is_visible:
+        owner = type(value).__name__
+    return next((found for child in children if (found := _find_hidden(child, owner=owner, seen=seen))), None)
+
+
+def _contents(value: Any) -> tuple[list[Any], bool]:
+    """What ``value`` holds, and whether ``map_tensors`` sees it."""
     if isinstance(value, dict):
-        children = list(value.values())
-    elif isinstance(value, list | tuple | set | frozenset):
-        children = list(value)
-        if isinstance(value, set | frozenset) and any(
-            isinstance(c, torch.Tensor) and c.requires_grad for c in children
-        ):
-            return type(value).__name__
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        children = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    else:
-        attributes = [*getattr(value, "__dict__", {}).values(), *_slots(value)]
-        if any(tensors_with_grad(attribute) for attribute in attributes):
-            return type(value).__name__
-        children = attributes
-    return next((owner for child in children if (owner := hidden_tensor_owner(child, _depth + 1))), None)
+        return list(value.values()), True
+    if isinstance(value, list | tuple):
+        return list(value), True
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)], True
+    if isinstance(value, set | frozenset):
+        return list(value), False
+    if isinstance(value, types.FunctionType):
+        return [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()], False
+    if isinstance(value, types.GeneratorType):
+        return list(value.gi_frame.f_locals.values()) if value.gi_frame else [], False
+    return [*getattr(value, "__dict__", {}).values(), *_slots(value)], False
 
 
 def _slots(value: Any) -> list[Any]:

@@ -42,6 +42,10 @@ class GroupTensors:
         ]
         self.uids = [param.uid for param in self.params]
 
+    def shard(self) -> None:
+        for param in self.params:
+            param.register(param.sharded)
+
     @property
     def names(self) -> list[str]:
         return [param.name for param in self.params]

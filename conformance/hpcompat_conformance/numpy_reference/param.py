@@ -50,7 +50,6 @@ class ShardedParam:
         self.post_forward: Parameter | None = None
         self.accumulated_grad: Array | None = None  # with sync off: unsharded, in the reduce dtype
         self.partial_grad: Array | None = None  # with all-reduce off: reduced over the shards only
-        self.register(self.sharded)
 
     # Dtypes: they follow the shard's, which may still change before the first use
 

@@ -20,13 +20,14 @@ from behaviour.models import (
     loss_of,
     mlp,
     parameters,
+    shard,
     train,
     true_gradients,
     whole,
     wrap,
 )
 from behaviour.registry import behaviour
-from hpcompat import MixedPrecisionPolicy, fully_shard
+from hpcompat import MixedPrecisionPolicy
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # The first leaves the gradient's dtype alone, the second names it, the others make the reduction cast.
@@ -40,63 +41,41 @@ REDUCTIONS = [
 
 
 class Watched(nn.Linear):
-    """Keeps the gradients of the parameters that forward computes with, as a hook of the user would."""
+    """Keeps the gradients of the parameters that it computes with: the tensors themselves, and what was in them."""
 
-    def __init__(self) -> None:
-        super().__init__(WIDTH, 5)
-        self.seen: dict[str, Tensor] = {}
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__(WIDTH, 5, bias=bias)
+        self.held: dict[str, Tensor] = {}
+        self.copies: dict[str, Tensor] = {}
 
     def forward(self, inputs: Tensor) -> Tensor:
-        for name, parameter in (("weight", self.weight), ("bias", self.bias)):
-            parameter.register_hook(functools.partial(self.see, name))
+        for name, parameter in self.named_parameters():
+            parameter.register_post_accumulate_grad_hook(functools.partial(self.hold, name))
         return super().forward(inputs)
 
-    def see(self, name: str, gradient: Tensor) -> None:
-        self.seen[name] = gradient
+    def hold(self, name: str, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        self.held[name], self.copies[name] = parameter.grad, parameter.grad.clone()
 
 
-@behaviour(reports=["A31"], each=REDUCTIONS)
-def gradients_that_the_user_holds_stay(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
-    """Neither freed nor changed by the reduction, in plain steps and in accumulation."""
+@behaviour(reports=["A31"], each=[{**reduction, "bias": bias} for reduction in REDUCTIONS for bias in (True, False)])
+def gradients_that_the_user_holds_stay(
+    param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, bias: bool
+) -> None:
+    """Neither freed nor changed: not by their reduction, nor by accumulation into the sharded gradients later on."""
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    model = fully_shard(fill(Watched()), mp_policy=policy)
+    model = shard(fill(Watched(bias=bias)), mp_policy=policy)
+    first: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
     for step, sync in enumerate([True, False, False, True]):
         model.set_requires_gradient_sync(sync)
-        model.seen.clear()
+        model.held, model.copies = {}, {}
         loss_of(model, batch(step=step)).backward()
-        alone = fill(Watched())
-        loss_of(alone, batch(step=step)).backward()
-        assert {held.dtype for held in model.seen.values()} == {param_dtype or FP32}
-        assert all(held.untyped_storage().nbytes() >= held.numel() * held.itemsize for held in model.seen.values())
-        assert_same_bits({name: held.float() for name, held in model.seen.items()}, alone.seen)
-
-
-class Passes(torch.autograd.Function):
-    """Hands out the same gradient tensor that its owner keeps."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, kept: Tensor) -> Tensor:
-        ctx.kept = kept
-        return weight.sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.kept, None
-
-
-@behaviour(reports=["A31"], each=[{"reduce_dtype": None}, {"reduce_dtype": BF16}])
-def gradients_that_a_custom_backward_keeps_stay(reduce_dtype: torch.dtype | None) -> None:
-    """Autograd may put that very tensor into `.grad`: it must not be reduced in place."""
-    kept = torch.arange(5.0 * WIDTH).view(5, WIDTH) + dist.get_rank()
-    module = nn.Linear(WIDTH, 5, bias=False)
-    module.forward = lambda inputs: Passes.apply(module.weight, kept)
-    fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
-    for _ in range(2):
-        before = kept.clone()
-        module(batch()).backward()
-        assert torch.equal(kept, before)
-    average = torch.arange(5.0 * WIDTH).view(5, WIDTH) + (dist.get_world_size() - 1) / 2
-    assert torch.equal(whole(module.weight.grad), 2 * average)
+        assert model.held.keys() == ({"weight", "bias"} if bias else {"weight"})
+        assert {held.dtype for held in model.held.values()} == {param_dtype or FP32}
+        assert all(held.untyped_storage().nbytes() >= held.numel() * held.itemsize for held in model.held.values())
+        assert_same_bits(model.held, model.copies)
+        first = first or (model.held, model.copies)
+    assert_same_bits(*first)
 
 
 @behaviour(reports=["A31"])

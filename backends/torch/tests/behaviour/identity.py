@@ -19,12 +19,13 @@ from behaviour.models import (
     loss_of,
     mlp,
     parameters,
+    shard,
     train,
     true_gradients,
     wrap,
 )
 from behaviour.registry import behaviour
-from hpcompat import FSDPModule, HSDPModule, UserError, fully_shard
+from hpcompat import FSDPModule, HSDPModule, UserError
 
 
 class Head(nn.Linear):
@@ -34,8 +35,8 @@ class Head(nn.Linear):
 @behaviour()
 def class_is_named_after_the_original() -> None:
     first, second, plain = Head(WIDTH, 2), Head(WIDTH, 2), Head(WIDTH, 2)
-    assert fully_shard(first) is first
-    fully_shard(second)
+    assert shard(first) is first
+    shard(second)
     assert type(first).__name__ == "HSDPHead"
     assert type(first) is type(second)
     assert isinstance(first, HSDPModule)
@@ -47,7 +48,7 @@ def class_is_named_after_the_original() -> None:
 @behaviour()
 def lists_keep_their_type_and_each_member_is_wrapped() -> None:
     layers = [Head(WIDTH, 2), nn.Linear(WIDTH, 2)]
-    assert fully_shard(layers) is layers
+    assert shard(layers) is layers
     assert [type(layer).__name__ for layer in layers] == ["HSDPHead", "HSDPLinear"]
 
 
@@ -65,7 +66,7 @@ def slices_of_a_wrapped_sequential_are_plain() -> None:
 
 @behaviour()
 def new_instances_of_the_class_are_plain() -> None:
-    module = fully_shard(Head(WIDTH, 2))
+    module = shard(Head(WIDTH, 2))
     assert type(type(module)(WIDTH, 3)) is Head
 
 
@@ -111,12 +112,12 @@ def a_refused_call_changes_nothing() -> None:
     module.register_parameter("table", nn.Parameter(torch.ones(2, WIDTH).t()))
     before = dict(module.named_parameters())
     with pytest.raises(NotImplementedError, match="'table'"):
-        fully_shard(module)
+        shard(module)
     assert type(module) is Head
     assert all(parameter is before[name] for name, parameter in module.named_parameters())
     module.table = nn.Parameter(module.table.detach().contiguous())
     fill(module)
-    fully_shard(module)
+    shard(module)
     assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
     loss_of(module, batch()).backward()
     assert_same_bits(gradients(module), true_gradients(fill(Head(WIDTH, 2))))

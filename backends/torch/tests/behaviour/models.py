@@ -6,6 +6,7 @@ and the average over 1, 2 or 4 ranks too. Where training goes on for several ste
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hpcompat import fully_shard
@@ -48,12 +50,23 @@ def mlp() -> nn.Sequential:
     return model
 
 
+@functools.cache
+def all_ranks() -> DeviceMesh:
+    """On the CPU, also where there is an accelerator."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def shard(module: Any, **options: Any) -> Any:
+    """`fully_shard` over all ranks unless a mesh is given."""
+    return fully_shard(module, **{"mesh": all_ranks(), **options})
+
+
 def wrap(model: nn.Module, **options: Any) -> Any:
     """Every linear child a unit, then the root."""
     for child in model.children():
         if isinstance(child, nn.Linear):
-            fully_shard(child, **options)
-    return fully_shard(model, **options)
+            shard(child, **options)
+    return shard(model, **options)
 
 
 def batch(*, rank: int | None = None, step: int = 0, rows: int = 3) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from behaviour.models import WIDTH, assert_same_bits, batch, fill, gradients, loss_of, true_gradients
+from behaviour.models import WIDTH, assert_same_bits, batch, fill, gradients, loss_of, shard, true_gradients
 from behaviour.registry import behaviour
-from hpcompat import fully_shard, register_fsdp_forward_method
+from hpcompat import register_fsdp_forward_method
 
 
 class Box:
@@ -46,8 +46,8 @@ def returning(form: Any) -> Any:
     model[1].form = form
     fill(model)
     for layer in model:
-        fully_shard(layer, reshard_after_forward=True)
-    return fully_shard(model)
+        shard(layer, reshard_after_forward=True)
+    return shard(model)
 
 
 def plain() -> nn.Module:
@@ -146,8 +146,8 @@ def registered_methods_gather(first: str) -> None:
     """Before and after training, with and without gradients."""
     truth = fill(Generates())
     model = fill(Generates())
-    fully_shard(model.block)
-    fully_shard(model, reshard_after_forward=True)
+    shard(model.block)
+    shard(model, reshard_after_forward=True)
     register_fsdp_forward_method(model, "generate")
     if first == "forward":
         loss_of(model, batch()).backward()

@@ -12,15 +12,11 @@ Function = TypeVar("Function", bound=Callable[..., None])
 
 @dataclass(frozen=True)
 class Behaviour:
-    """One run of one function.
-
-    ``reports`` are the public reports that it guards against; ``gap`` says why it fails as yet.
-    """
+    """One run of one function; ``reports`` are the public reports that it guards against."""
 
     function: Callable[..., None]
     world_size: int
     reports: tuple[str, ...] = ()
-    gap: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -35,13 +31,13 @@ def _short(value: object) -> str:
 
 
 def behaviour(
-    *world_sizes: int, reports: Sequence[str] = (), each: Sequence[dict[str, Any]] = ({},), gap: str = ""
+    *world_sizes: int, reports: Sequence[str] = (), each: Sequence[dict[str, Any]] = ({},)
 ) -> Callable[[Function], Function]:
     """Run the function on each of these numbers of ranks (1 and 2 by default), with each of these sets of arguments."""
 
     def mark(function: Function) -> Function:
         function.__behaviours__ = [  # type: ignore[attr-defined]
-            Behaviour(function, world_size, tuple(reports), gap, dict(arguments))
+            Behaviour(function, world_size, tuple(reports), dict(arguments))
             for arguments in each
             for world_size in world_sizes or (1, 2)
         ]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 Provoke = Callable[[Any], object]
 
@@ -18,7 +22,7 @@ class Misuse:
     names (the parameter, axis or argument) and what came; ``advice`` one for what to do about it. ``clause`` is the
     clause of FSDP2's behaviour, or the public report, that asks for the error. ``native`` is the class that native
     FSDP2 raises for the same calls; it must be one of ``types``, so that code which catches native's error catches
-    ours. ``gap`` says what happens instead as long as the error is not as it should be.
+    ours.
     """
 
     id: str
@@ -29,7 +33,6 @@ class Misuse:
     clause: str
     native: type[Exception] | None = None
     world_size: int = 1
-    gap: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,29 @@ class Raised:
         return qualified(kind) in self.bases
 
 
+class OnTheCpu:
+    """An API whose default mesh is all ranks on the CPU, also where there is an accelerator."""
+
+    def __init__(self, name: str) -> None:
+        self._api = importlib.import_module(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._api, name)
+
+    def fully_shard(self, module: Any, *, mesh: Any = None, **options: Any) -> Any:
+        """As the API's own."""
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
+        return self._api.fully_shard(module, mesh=mesh, **options)
+
+
 def qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def attempt(provoke: Provoke, api: Any) -> Raised | None:
-    """What ``provoke`` raises; ``None`` if nothing."""
+def attempt(provoke: Provoke, *, api: str) -> Raised | None:
+    """What ``provoke`` raises with the API of that module name; ``None`` if nothing."""
     try:
-        provoke(api)
+        provoke(OnTheCpu(api))
     except Exception as error:
         return Raised(tuple(qualified(base) for base in type(error).__mro__), str(error))
     return None

@@ -126,6 +126,9 @@ DIVISION_ROWS = [
             ("string", "2", "'2'"),
             ("bool", True, "True"),
             ("vector", torch.ones(2), r"tensor\(\[1\., 1\.\]\)"),
+            ("list", [1.0], r"\[1\.0\]"),
+            ("dict", {}, r"\{\}"),
+            ("nan", math.nan, "nan"),
         ]
     ),
     *(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from misuse import arguments, gaps, meshes, modules, settings, training
+from misuse import arguments, meshes, modules, settings, silent, training
 from misuse.row import Misuse
 
 _HAS_ACCELERATOR = torch.accelerator.is_available()
@@ -16,6 +16,6 @@ ROWS: list[Misuse] = [
     *([] if _HAS_ACCELERATOR else [arguments.PINNED_ROW]),
     *settings.ROWS,
     *training.ROWS,
-    *gaps.ROWS,
+    *silent.ROWS,
 ]
 BY_ID: dict[str, Misuse] = {row.id: row for row in ROWS}

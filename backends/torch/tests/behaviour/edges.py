@@ -1,4 +1,4 @@
-"""What does not work yet. Each fails as its ``gap`` says; a mended one joins its file."""
+"""Corners: refused calls, one rank with several axes, empty parameters, what must not outlive its use."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from behaviour.loading import other_values
-from behaviour.models import WIDTH, assert_same_bits, batch, fill, gradients, loss_of, mlp, true_gradients, wrap
+from behaviour.models import WIDTH, assert_same_bits, batch, fill, gradients, loss_of, mlp, shard, true_gradients, wrap
 from behaviour.registry import behaviour
-from hpcompat import FSDPMeshInfo, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
+from hpcompat import FSDPMeshInfo, MixedPrecisionPolicy, ShardPlacementResult
 
 
 def refusable() -> nn.Module:
@@ -24,10 +24,7 @@ def refusable() -> nn.Module:
     return module
 
 
-@behaviour(
-    each=[{"several_groups": "without fusion"}, {"several_groups": "replicated"}],
-    gap="groups are sharded one by one: those before the refused one stay sharded, without hooks",
-)
+@behaviour(each=[{"several_groups": "without fusion"}, {"several_groups": "replicated"}])
 def a_refused_call_with_several_groups_changes_nothing(several_groups: str) -> None:
     module = refusable()
     before = dict(module.named_parameters())
@@ -35,17 +32,17 @@ def a_refused_call_with_several_groups_changes_nothing(several_groups: str) -> N
     if several_groups == "replicated":
         options = {"replicate_params": {module.table}}
     with pytest.raises(NotImplementedError, match="'table'"):
-        fully_shard(module, **options)
+        shard(module, **options)
     assert all(parameter is before[name] for name, parameter in module.named_parameters())
 
 
-@behaviour(1, reports=["A53"], gap="on one rank all axes share one process group, so the two mesh infos are refused")
+@behaviour(1, reports=["A53"])
 def two_meshes_in_a_unit_work_on_one_rank() -> None:
     """A script that shards experts over another axis must run on one rank as on several."""
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "ep"))
     infos = {axis: FSDPMeshInfo(mesh[axis], shard_mesh_dim=0) for axis in ("dp", "ep")}
     module = fill(nn.Linear(WIDTH, 2))
-    fully_shard(
+    shard(
         module,
         mesh=mesh["dp"],
         shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), infos["ep" if p.ndim == 2 else "dp"]),
@@ -54,7 +51,7 @@ def two_meshes_in_a_unit_work_on_one_rank() -> None:
     assert_same_bits(gradients(module), true_gradients(fill(nn.Linear(WIDTH, 2))))
 
 
-@behaviour(2, gap="the shard is a view of the global tensor, which so stays in memory on every rank")
+@behaviour(2)
 def assigned_global_values_do_not_stay_in_memory() -> None:
     model = wrap(mlp())
     model.load_state_dict(other_values(), assign=True)
@@ -64,7 +61,7 @@ def assigned_global_values_do_not_stay_in_memory() -> None:
         assert local.untyped_storage().nbytes() <= padded, name
 
 
-@behaviour(reports=["A41"], gap="zero_grad of a module knows nothing of main_grad")
+@behaviour(reports=["A41"])
 def zero_grad_clears_main_gradients() -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, apply_grad_on_fp32_main_grad=True
@@ -76,7 +73,7 @@ def zero_grad_clears_main_gradients() -> None:
     assert all(getattr(parameter, "main_grad", None) is None for parameter in model.parameters())
 
 
-@behaviour(reports=["A41"], gap="gradients accumulated without sync survive zero_grad of the module")
+@behaviour(reports=["A41"])
 def zero_grad_clears_pending_gradients() -> None:
     model = wrap(mlp())
     model.set_requires_gradient_sync(False)
@@ -87,19 +84,19 @@ def zero_grad_clears_pending_gradients() -> None:
     assert_same_bits(gradients(model), true_gradients(mlp(), step=1))
 
 
-@behaviour(gap="a generator is used up by the check, and the list is then empty")
+@behaviour()
 def prefetch_lists_may_be_generators() -> None:
     model = wrap(mlp())
     model[0].set_modules_to_forward_prefetch(model[index] for index in (2, 4))
     assert model[0]._unit().forward_prefetch == [model[2]._unit(), model[4]._unit()]
 
 
-@behaviour(2, gap="RuntimeError: _chunk_cat expects non-empty tensor")
+@behaviour(2)
 def units_without_a_single_row_train() -> None:
     """A parameter of no rows alone in a unit, with a gradient of no elements."""
     model = fill(nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 0, bias=False), nn.Linear(0, 2)))
     for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+        shard(layer)
+    shard(model)
     loss_of(model, batch()).backward()
     assert gradients(model)["1.weight"].shape == (0, 3)
