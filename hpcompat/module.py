@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpcompat.core.wrap import post_forward_mesh_info, unit_of
+from hpcompat.core.unit import unit_of
+from hpcompat.core.wrap import post_forward_mesh_info
 from hpcompat.errors import UserError
 from hpcompat.mesh import FSDPMeshInfo
 

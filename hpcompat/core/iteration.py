@@ -5,6 +5,7 @@ The root is the first unit that runs forward; everything below it then belongs t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hpcompat.core import events
@@ -51,8 +52,8 @@ class Iteration:
         self.final_callback_queued = False
 
 
-def init_root(root: Unit) -> None:
-    """Make ``root`` the root of every unit below it.
+def init_root(root: Unit, *, unit_of: Callable[[Any], Unit | None]) -> None:
+    """Make ``root`` the root of every unit below it. ``unit_of`` gives the unit of a module.
 
     Raises:
         RuntimeError: ``root`` has several modules, or a unit below was the root of an earlier forward.
@@ -64,7 +65,7 @@ def init_root(root: Unit) -> None:
             f"{[type(module).__name__ for module in root.modules]}; run forward through a module that holds them all "
             "and is wrapped"
         )
-    units = _collect_units(root)
+    units = _collect_units(root, unit_of)
     _bind_names(root, units)
     _check_single_owner(units)
     for unit in units:
@@ -81,9 +82,7 @@ def init_root(root: Unit) -> None:
             group.post_forward_mesh_info = None
 
 
-def _collect_units(root: Unit) -> list[Unit]:
-    from hpcompat.core.wrap import unit_of
-
+def _collect_units(root: Unit, unit_of: Callable[[Any], Unit | None]) -> list[Unit]:
     units: list[Unit] = []
     for name, module in root.backend.named_modules(root.modules[0]):
         unit = unit_of(module)

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from hpcompat.core.param_group import ParamGroup
     from hpcompat.policy import MixedPrecisionPolicy
 
+UNIT_KEY = "_hpcompat_unit"
+
+
+def unit_of(module: Any) -> Unit | None:
+    """The unit that ``module`` is the (or a) root module of."""
+    unit = module.__dict__.get(UNIT_KEY)
+    return unit if isinstance(unit, Unit) else None
+
 
 class Unit:
     """Modules that are gathered together, with zero or more param groups (one per mesh info)."""
@@ -136,7 +144,7 @@ class Unit:
     def _enter_root(self) -> bool:
         """Run what happens once per forward; True if this unit is its root."""
         if self.is_root is None:
-            init_root(self)
+            init_root(self, unit_of=unit_of)
         iteration = self.iteration
         if iteration.forward_root is not None:
             return False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcompat.backend import WrapSpec
 from hpcompat.core.param_group import ParamGroup
-from hpcompat.core.unit import Unit
+from hpcompat.core.unit import UNIT_KEY, Unit, unit_of
 from hpcompat.errors import UserError
 from hpcompat.mesh import (
     DataParallelMeshDims,
@@ -25,15 +25,6 @@ from hpcompat.placement import ShardPlacementResult, is_shard
 if TYPE_CHECKING:
     from hpcompat.backend import Backend
     from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
-
-_UNIT_KEY = "_hpcompat_unit"
-
-
-def unit_of(module: Any) -> Unit | None:
-    """The unit that ``module`` is the (or a) root module of."""
-    unit = module.__dict__.get(_UNIT_KEY)
-    return unit if isinstance(unit, Unit) else None
-
 
 @dataclass(frozen=True)
 class WrapOptions:
@@ -92,7 +83,7 @@ def wrap(backend: Backend, modules: tuple[Any, ...], options: WrapOptions) -> Un
         )
     backend.install_hooks(unit)
     for module in modules:
-        module.__dict__[_UNIT_KEY] = unit
+        module.__dict__[UNIT_KEY] = unit
         module.__class__ = _mixed_class(type(module), options.prefix, options.mixin, backend.module_mixin)
     return unit
 

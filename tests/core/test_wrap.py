@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hpcompat
-from hpcompat.core.wrap import unit_of
+from hpcompat.core.unit import unit_of
 from hpcompat.errors import CapabilityError, UserError
 from hpcompat_conformance import numpy_reference as ref
 from training import Net, Stack, batch, train, wrap

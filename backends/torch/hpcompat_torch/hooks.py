@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hpcompat.core.states import ForwardEntry
-from hpcompat.core.wrap import unit_of
+from hpcompat.core.unit import unit_of
 from hpcompat.errors import StateDictError
 from hpcompat_torch.param import ShardedParam
 from hpcompat_torch.streams import has_streams
