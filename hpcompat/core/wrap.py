@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hpcompat.backend import Backend
     from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
 
+
 @dataclass(frozen=True)
 class WrapOptions:
     """The validated arguments of one call. ``label`` names the call in messages, ``prefix`` the new class."""
