@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -144,10 +145,13 @@ def start(options: Options) -> World:
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
 
 
-def finish() -> None:
-    # A gloo thread that still holds a tensor when the interpreter ends would abort the process: let them finish.
+def finish(exit_code: int) -> NoReturn:
     dist.barrier()
     dist.destroy_process_group()
+    # Not through the interpreter's shutdown: a gloo thread that drops its last tensor in there aborts the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _pick_device(wanted: str) -> torch.device:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +39,8 @@ class Framework(Protocol):
     def start(self, options: Options) -> World:
         """Pick the device and join the process group, or make one of size 1 when no launcher started this process."""
 
-    def finish(self) -> None:
-        """Wait for all ranks and leave the process group."""
+    def finish(self, exit_code: int) -> NoReturn:
+        """Wait for all ranks, leave the process group, and end this process."""
 
     def build_model(self, options: Options) -> Any:
         """The whole decoder; its weights depend on the options alone, so every call on every rank gives the same."""

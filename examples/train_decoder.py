@@ -10,11 +10,10 @@ This file imports no framework. The model, and the few functions that differ bet
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -104,15 +103,14 @@ def publish(results: dict[str, report.Result], *, differences: dict[str, Counts]
     console.print(f"wrote {losses} and {curve}", highlight=False, soft_wrap=True)
 
 
-def main() -> int:
+def main() -> NoReturn:
     options = parse_options()
     framework = load_framework(options.backend)
     world = framework.start(options)
     corpus = Corpus(standard_library_text(), seq_len=options.seq_len, seed=options.seed)
     exit_code = run(Job(framework, options, world, corpus))
-    framework.finish()  # Not after an error: the other ranks may never come to the end, where this one would wait.
-    return exit_code
+    framework.finish(exit_code)  # Not after an error: the other ranks may never come to the end, and it would wait.
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
