@@ -2,7 +2,7 @@
 
 A dispatch mode sees every operator of the step (forward, backward, collectives and copies alike; an operator on a
 DTensor is seen as the operators on its local tensor). Every storage that goes in or comes out is remembered by a weak
-reference, and before and after each operator the sizes of all storages still alive are added up. A storage that was
+reference, and after each operator the sizes of all storages still alive are added up. A storage that was
 resized in place counts with its size of that moment, one resized to 0 counts nothing, and one that only waits in a
 cache for its next use counts in full. Left out are the storages that are there anyway: the sharded parameters and the
 input. The profiler's memory events would not do: gloo's threads often drop the last reference to a buffer, and the
@@ -57,7 +57,9 @@ class StorageWatch(TorchDispatchMode):
         super().__init__()
         self.peak_bytes = 0
         self._known = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in known}
-        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+        self._total = 0
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -65,20 +67,30 @@ class StorageWatch(TorchDispatchMode):
         if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented  # DTensor runs the operator on local tensors, which then come by here
         kwargs = kwargs or {}
-        self._sample((args, kwargs))
         result = func(*args, **kwargs)
-        self._sample(result)
+        for operand in tree_leaves((args, kwargs, result)):
+            if isinstance(operand, Tensor) and not isinstance(operand, DTensor):
+                self._note(operand.untyped_storage())
+        if self._total > self.peak_bytes:
+            # Storages resized to 0 since they last came by still count in full: look again before believing it.
+            for storage in [storage for ref in self._refs.values() if (storage := ref()) is not None]:
+                self._note(storage)
+            self.peak_bytes = max(self.peak_bytes, self._total)
         return result
 
-    def _sample(self, operands: Any) -> None:
-        for operand in tree_leaves(operands):
-            if isinstance(operand, Tensor) and not isinstance(operand, DTensor):
-                storage = operand.untyped_storage()
-                if id(storage) not in self._known:
-                    self._watched[id(storage)] = weakref.ref(storage)
-        live = {key: storage for key, ref in self._watched.items() if (storage := ref()) is not None}
-        self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in live.values()))
-        self._watched = {key: self._watched[key] for key in live}
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._known:
+            return
+        if key not in self._refs:
+            self._refs[key] = weakref.ref(storage, lambda _: self._forget(key))
+        size = storage.nbytes()
+        self._total += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+
+    def _forget(self, key: int) -> None:
+        del self._refs[key]
+        self._total -= self._sizes.pop(key)
 
 
 def measure_peaks(
