@@ -1,10 +1,16 @@
-"""``hpcompat launch``: start a training script on N processes with the launcher of the chosen framework."""
+"""``hpcompat launch``: start a training script on N processes with the launcher of the chosen framework.
+
+torchrun for torch; for MindSpore mpirun on the CPU and msrun on Ascend.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import shutil
 import sys
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,12 +61,18 @@ def run(args: argparse.Namespace) -> int:
     Replacing, not watching a child, makes the exit status, SIGINT and SIGTERM those of the launcher itself.
     """
     backend = _choose_backend(args.backend)
-    if backend != "torch":
+    if backend not in ("torch", "mindspore"):
         raise CommandError(f"starting scripts on the {backend!r} backend is not in this version")
     if not args.module and not Path(args.script).is_file():
         raise CommandError(f"expected a script to run, but got {args.script!r}, which is not a file")
-    command = torchrun_command(args, environ=os.environ)
     environment = launch_environment(os.environ, backend=backend, num_procs=args.nproc_per_node)
+    if backend == "torch":
+        command = torchrun_command(args, environ=os.environ)
+    elif _has_ascend():
+        command = msrun_command(args)
+    else:
+        command = mpirun_command(args)
+        environment = {**mpi_environment(), **environment}
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], command, environment)
@@ -91,6 +103,63 @@ def torchrun_command(args: argparse.Namespace, *, environ: Mapping[str, str]) ->
     if args.module:
         command.append("--module")
     return [*command, args.script, *args.script_args]
+
+
+def mpirun_command(args: argparse.Namespace) -> list[str]:
+    """The command line of mpirun for ``args``: MindSpore on the CPUs of one machine.
+
+    ``python -m mpi4py`` in the ranks, so that one that raises ends the others, which would wait for it forever.
+
+    Raises:
+        CommandError: options of torchrun, or MPI is not installed.
+    """
+    _refuse_torchrun_options(args, launcher="mpirun")
+    mpirun = find_mpirun()
+    if mpirun is None or importlib.util.find_spec("mpi4py") is None:
+        raise CommandError(
+            "expected MPI for MindSpore on the CPU, but got no mpirun or no mpi4py; install them with: "
+            "pip install 'hpcompat[mindspore-cpu]'"
+        )
+    # Ranks share the cores as the system likes: bound to one each, MindSpore's threads would queue behind one another.
+    command = [mpirun, "-n", str(args.nproc_per_node), "--bind-to", "none"]
+    if args.nproc_per_node > _num_cores():
+        command.append("--oversubscribe")
+    command += [sys.executable, "-m", "mpi4py"]
+    return [*command, *(["-m"] if args.module else []), args.script, *args.script_args]
+
+
+def find_mpirun() -> str | None:
+    """mpirun of the openmpi package beside this interpreter, or else the system's."""
+    beside = Path(sysconfig.get_path("scripts"), "mpirun")
+    return str(beside) if beside.is_file() else shutil.which("mpirun")
+
+
+def mpi_environment() -> dict[str, str]:
+    """What OpenMPI wants to be told; containers often run as root."""
+    return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def msrun_command(args: argparse.Namespace) -> list[str]:
+    """The command line of msrun for ``args``: MindSpore on the Ascend NPUs of one machine."""
+    _refuse_torchrun_options(args, launcher="msrun")
+    if args.module:
+        raise CommandError("expected a script, but got --module, which msrun does not take; pass the module's file")
+    num_procs = args.nproc_per_node
+    command = [sys.executable, "-m", "mindspore.parallel.cluster.run"]
+    command += [f"--worker_num={num_procs}", f"--local_worker_num={num_procs}", "--join=True"]
+    return [*command, args.script, *args.script_args]
+
+
+def _has_ascend() -> bool:
+    return any(Path("/dev").glob("davinci[0-9]*"))
+
+
+def _refuse_torchrun_options(args: argparse.Namespace, *, launcher: str) -> None:
+    given = [f"--{option}" for option in TORCHRUN_OPTIONS if getattr(args, _destination(option)) is not None]
+    if given:
+        raise CommandError(
+            f"expected no options of torchrun, but got {', '.join(given)}; {launcher} does not take them"
+        )
 
 
 def launch_environment(environ: Mapping[str, str], *, backend: str, num_procs: int) -> dict[str, str]:

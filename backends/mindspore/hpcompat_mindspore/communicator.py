@@ -1,0 +1,335 @@
+"""Process groups: who talks to whom. One class per transport; the rest of the backend calls the protocol.
+
+[Note: reductions on the CPU]
+A reduction adds the ranks' buffers one after another in the buffer's own dtype: bfloat16 and float16 are rounded after
+every addition. ``AVG`` divides the finished sum by the number of ranks, once, in that dtype. The order is that of
+torch's gloo, so that the bits are the same: gloo cuts a buffer into one chunk per rank (a number of segments, see
+:func:`chunk_size`) and adds chunk ``c`` in the order ``c - 1, c - 2, ..., c`` around the ring of ranks; its
+reduce-scatter is that all-reduce without the last step. Here every rank gets what it needs from all others in one
+exchange and adds it up by itself, which moves as many bytes, needs no arithmetic from MPI, and does not block.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from hpcompat.comm import ReduceOp
+from hpcompat.errors import CapabilityError
+from hpcompat_mindspore.tensors import HOST, Buffer, add_arrays
+
+Array = np.ndarray[Any, Any]
+_SEGMENT_BYTES = 1 << 20
+
+
+class Work(Protocol):
+    """A collective that has been issued."""
+
+    def wait(self) -> None:
+        """Return when the output is complete. Waiting twice is fine."""
+        ...
+
+
+class Communicator(Protocol):
+    """The ranks of one group, seen from this one. Collectives start at once and end in ``wait``."""
+
+    ranks: tuple[int, ...]
+    reductions: frozenset[ReduceOp]
+    num_issued: int
+
+    def size(self) -> int: ...
+    def rank(self) -> int:
+        """This process's place among ``ranks``."""
+        ...
+
+    def all_gather(self, output: Buffer, input: Buffer) -> Work: ...
+    def reduce_scatter(self, output: Buffer, input: Buffer, op: ReduceOp) -> Work: ...
+    def all_reduce(self, buffer: Buffer, op: ReduceOp) -> Work:
+        """In place."""
+        ...
+
+    def barrier(self) -> None: ...
+    def separate(self) -> Communicator:
+        """The same ranks with an order of collectives of their own. Collective over them."""
+        ...
+
+
+class DoneWork:
+    """Nothing to wait for."""
+
+    def wait(self) -> None: ...
+
+
+class LocalCommunicator:
+    """A group of one, without any transport."""
+
+    reductions = frozenset({ReduceOp.SUM, ReduceOp.AVG})
+
+    def __init__(self, rank: int = 0) -> None:
+        self.ranks = (rank,)
+        self.num_issued = 0
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+    def all_gather(self, output: Buffer, input: Buffer) -> Work:
+        self.num_issued += 1
+        _copy(output, input)
+        return DoneWork()
+
+    def reduce_scatter(self, output: Buffer, input: Buffer, op: ReduceOp) -> Work:
+        return self.all_gather(output, input)
+
+    def all_reduce(self, buffer: Buffer, op: ReduceOp) -> Work:
+        self.num_issued += 1
+        return DoneWork()
+
+    def barrier(self) -> None: ...
+    def separate(self) -> LocalCommunicator:
+        return LocalCommunicator(self.ranks[0])
+
+
+def _copy(output: Buffer, input: Buffer) -> None:
+    if isinstance(output, np.ndarray):
+        if not np.shares_memory(output, input):
+            output[...] = input
+    elif output is not input:
+        output.copy_(input)
+
+
+class MPICommunicator:
+    """Non-blocking MPI collectives on numpy arrays. [Note: reductions on the CPU]"""
+
+    reductions = frozenset({ReduceOp.SUM, ReduceOp.AVG})
+
+    def __init__(self, comm: Any, ranks: Sequence[int]) -> None:
+        self._comm = comm
+        self.ranks = tuple(ranks)
+        self._size, self._rank = int(comm.size), int(comm.rank)
+        self.num_issued = 0
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def all_gather(self, output: Array, input: Array) -> Work:
+        self.num_issued += 1
+        # MPI forbids that the two overlap; a custom collective's input is its slot of the output.
+        source = _in_place() if np.may_share_memory(output, input) else _bits(input)
+        return _Exchange(self._comm.Iallgather(source, _bits(output)), (output, input))
+
+    def reduce_scatter(self, output: Array, input: Array, op: ReduceOp) -> Work:
+        self.num_issued += 1
+        received = np.empty_like(input)
+        request = self._comm.Ialltoall(_bits(input), _bits(received))
+        return _ReduceScatter(self, request, output=output, received=received, op=op, kept=input)
+
+    def all_reduce(self, buffer: Array, op: ReduceOp) -> Work:
+        self.num_issued += 1
+        chunk = chunk_size(buffer.size, itemsize=buffer.itemsize, num_ranks=self._size)
+        padded = HOST.pad(buffer, chunk * self._size)
+        received = np.empty_like(padded)
+        request = self._comm.Ialltoall(_bits(padded), _bits(received))
+        return _AllReduce(self, request, output=buffer, received=received, op=op, kept=padded)
+
+    def barrier(self) -> None:
+        self._comm.Barrier()
+
+    def separate(self) -> MPICommunicator:
+        return MPICommunicator(self._comm.Dup(), self.ranks)
+
+    def add_up(self, received: Array, op: ReduceOp, *, chunk: int) -> Array:
+        """The sum of the ranks' rows. ``chunk`` elements of the whole buffer are added in one order."""
+        rows = received.reshape(self._size, -1)
+        length = rows.shape[1]
+        first = self._rank * length
+        total = np.empty(length, rows.dtype)
+        start = 0
+        while start < length:
+            index = (first + start) // chunk
+            end = min(length, (index + 1) * chunk - first)
+            total[start:end] = _add_around_ring(rows[:, start:end], last=index % self._size)
+            start = end
+        return HOST.divide(total, self._size) if op is ReduceOp.AVG else total
+
+    def gather_now(self, output: Array, input: Array) -> None:
+        self._comm.Allgather(_bits(input), _bits(output))
+
+
+_in_flight: set[_Exchange] = set()
+
+
+def progress() -> None:
+    """Let what is in flight move on. MPI copies in its own calls only, so the caller makes one before it waits for
+    something else: computing and communicating overlap then.
+    """
+    for exchange in tuple(_in_flight):
+        if exchange.request.Test():
+            _in_flight.discard(exchange)
+
+
+class _Exchange:
+    """A non-blocking MPI call. Holds its buffers: MPI does not."""
+
+    def __init__(self, request: Any, buffers: tuple[Array, ...]) -> None:
+        self.request, self._buffers = request, buffers
+        _in_flight.add(self)
+
+    def wait(self) -> None:
+        if self._buffers:
+            _in_flight.discard(self)
+            self.request.Wait()
+            self._buffers = ()
+
+
+class _ReduceScatter:
+    """The rows of all ranks on their way here; ``wait`` adds them."""
+
+    def __init__(
+        self, group: MPICommunicator, request: Any, *, output: Array, received: Array, op: ReduceOp, kept: Array
+    ) -> None:
+        self._group, self._op = group, op
+        self._exchange = _Exchange(request, (kept, received))
+        self._output, self._received = output, received
+        self._is_done = False
+
+    def wait(self) -> None:
+        if self._is_done:
+            return
+        self._is_done = True
+        self._exchange.wait()
+        self._finish(self._group.add_up(self._received, self._op, chunk=self._chunk()))
+        del self._received
+
+    def _chunk(self) -> int:
+        received = self._received
+        return chunk_size(received.size, itemsize=received.itemsize, num_ranks=self._group.size())
+
+    def _finish(self, total: Array) -> None:
+        self._output[...] = total
+
+
+class _AllReduce(_ReduceScatter):
+    def _chunk(self) -> int:
+        return self._received.size // self._group.size()
+
+    def _finish(self, total: Array) -> None:
+        whole = np.empty(total.size * self._group.size(), total.dtype)
+        self._group.gather_now(whole, total)
+        self._output[...] = whole[: self._output.size]
+
+
+def _add_around_ring(rows: Array, *, last: int) -> Array:
+    """The sum of ``rows`` in descending order around the ring, ``last`` at the end."""
+    size = rows.shape[0]
+    total = rows[(last - 1) % size]
+    for step in range(2, size + 1):
+        total = add_arrays(total, rows[(last - step) % size])
+    return total
+
+
+def chunk_size(numel: int, *, itemsize: int, num_ranks: int) -> int:
+    """Elements of a buffer that gloo gives each rank to add up."""
+    num_segments = max(-(-numel * itemsize // _SEGMENT_BYTES), 2 * num_ranks)
+    per_rank = -(-num_segments // num_ranks)
+    return per_rank * max(-(-numel // (per_rank * num_ranks)), 1)
+
+
+def _bits(array: Array) -> Array:
+    """The same memory as unsigned integers: MPI knows no bfloat16, and nothing here lets MPI compute."""
+    return array.view(f"u{array.itemsize}")
+
+
+def _in_place() -> Any:
+    from mpi4py import MPI
+
+    return MPI.IN_PLACE
+
+
+# The world
+
+_world: Communicator | None = None
+_members: dict[tuple[int, ...], Communicator] = {}
+_MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+
+
+def world() -> Communicator:
+    """All ranks; joins them on the first call.
+
+    Raises:
+        CapabilityError: started by msrun on the CPU, or mpi4py is not installed.
+    """
+    global _world
+    if _world is None:
+        _world = _join()
+    return _world
+
+
+def group_of(ranks: Sequence[int]) -> Communicator:
+    """The communicator of ``ranks``; made once. Collective over them."""
+    key = tuple(ranks)
+    if key not in _members:
+        everyone = world()
+        if key == everyone.ranks:
+            _members[key] = everyone
+        elif len(key) == 1:
+            _members[key] = LocalCommunicator(key[0])
+        else:
+            _members[key] = _subgroup(everyone, key)
+    return _members[key]
+
+
+def groups() -> list[Communicator]:
+    """Every communicator that this process has made, the world first."""
+    return list(dict.fromkeys([world(), *_members.values()]))
+
+
+def _subgroup(everyone: Any, ranks: tuple[int, ...]) -> Communicator:
+    if not isinstance(everyone, MPICommunicator):
+        from hpcompat_mindspore.hccl import HcclCommunicator
+
+        return HcclCommunicator(ranks)
+    members = everyone._comm.group.Incl(ranks)
+    # Only the members take part, so that pipeline stages can wrap at different times.
+    return MPICommunicator(everyone._comm.Create_group(members), ranks)
+
+
+def _join() -> Communicator:
+    import mindspore
+
+    if mindspore.get_context("device_target") != "CPU":
+        from hpcompat_mindspore.hccl import join
+
+        return join()
+    if any(name in os.environ for name in _MPI_VARIABLES) or "mpi4py.MPI" in sys.modules:
+        return _join_mpi()
+    if int(os.environ.get("MS_WORKER_NUM", "1")) > 1:
+        raise CapabilityError(
+            backend="mindspore",
+            capability="msrun on the CPU",
+            hint="MindSpore's own CPU collectives lack reduce-scatter and bfloat16; start the script with "
+            "hpcompat launch, which uses MPI",
+        )
+    return LocalCommunicator()
+
+
+def _join_mpi() -> Communicator:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise CapabilityError(
+            backend="mindspore", capability="MPI", hint=f"{error}; pip install 'hpcompat[mindspore-cpu]'"
+        ) from error
+    comm = MPI.COMM_WORLD
+    if comm.size == 1:
+        return LocalCommunicator()
+    return MPICommunicator(comm.Dup(), range(comm.size))
