@@ -209,6 +209,15 @@ def enable_backward_compat() -> None:
         Parameter.grad = property(_get_grad, _set_grad)
 
 
+def disable_backward_compat() -> None:
+    """Undo :func:`enable_backward_compat`."""
+    stop_recording()
+    if Tensor.__dict__.get("backward") is _tensor_backward:
+        del Tensor.backward
+    if isinstance(Parameter.__dict__.get("grad"), property):
+        del Parameter.grad
+
+
 def _tensor_backward(tensor: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
     backward(tensor, gradient, retain_graph=retain_graph)
 

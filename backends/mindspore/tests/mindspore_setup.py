@@ -28,5 +28,6 @@ def _tidy() -> dict[str, int]:
     autograd.executor.sync()
     gc.collect()
     autograd.executor.set_enable_grad(True)
+    autograd.disable_backward_compat()
     autograd.start_recording()
     return {str(group.ranks): group.num_issued for group in communicator.groups() if group.size() > 1}
