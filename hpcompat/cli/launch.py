@@ -135,8 +135,12 @@ def find_mpirun() -> str | None:
 
 
 def mpi_environment() -> dict[str, str]:
-    """What OpenMPI wants to be told; containers often run as root."""
-    return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    """What OpenMPI wants to be told, as containers often run as root, and what MindSpore does.
+
+    The threads between which MindSpore hands its operations on the CPU are busy waiting: with more ranks than spare
+    cores they take the time that the operations need.
+    """
+    return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "MS_DEV_LAUNCH_BLOCKING": "1"}
 
 
 def msrun_command(args: argparse.Namespace) -> list[str]:

@@ -31,7 +31,8 @@ from mindspore.graph.api import _pynative_executor as executor
 
 Callback = Callable[[], None]
 
-_final_callbacks: list[tuple[int, Callback]] = []
+# By the number of the backward that queued it, and whether it shall run after all that are not last.
+_final_callbacks: list[tuple[int, bool, Callback]] = []
 _always_records = False
 _in_our_backward = False
 _in_our_value_and_grad = False
@@ -125,19 +126,22 @@ def _current_backward() -> int:
     return int(executor.get_current_autodiff_engine_id())
 
 
-def queue_final_callback(callback: Callback) -> None:
-    """Run ``callback`` when the running backward ends, after those queued before. [Note: one immortal callback]"""
+def queue_final_callback(callback: Callback, *, is_last: bool = False) -> None:
+    """Run ``callback`` when the running backward ends, in order, those that are last after the others.
+
+    [Note: one immortal callback]
+    """
     current = _current_backward()
-    if not any(number == current for number, _ in _final_callbacks):
+    if not any(number == current for number, _, _ in _final_callbacks):
         _final_callbacks.clear()  # of a backward that raised
         executor.queue_backward_final_callback(_run_final_callbacks)
-    _final_callbacks.append((current, callback))
+    _final_callbacks.append((current, is_last, callback))
 
 
 def _run_final_callbacks() -> None:
-    callbacks = list(_final_callbacks)
+    callbacks = sorted(_final_callbacks, key=lambda entry: entry[1])
     _final_callbacks.clear()
-    for _, callback in callbacks:
+    for _, _, callback in callbacks:
         callback()
 
 

@@ -147,19 +147,19 @@ class MPICommunicator:
     def separate(self) -> MPICommunicator:
         return MPICommunicator(self._comm.Dup(), self.ranks)
 
-    def add_up(self, received: Array, op: ReduceOp, *, chunk: int) -> Array:
+    def add_up(self, received: Array, op: ReduceOp, *, chunk: int, out: Array) -> None:
         """The sum of the ranks' rows. ``chunk`` elements of the whole buffer are added in one order."""
         rows = received.reshape(self._size, -1)
         length = rows.shape[1]
         first = self._rank * length
-        total = np.empty(length, rows.dtype)
         start = 0
         while start < length:
             index = (first + start) // chunk
             end = min(length, (index + 1) * chunk - first)
-            total[start:end] = _add_around_ring(rows[:, start:end], last=index % self._size)
+            _add_around_ring(rows[:, start:end], last=index % self._size, out=out[start:end])
             start = end
-        return HOST.divide(total, self._size) if op is ReduceOp.AVG else total
+        if op is ReduceOp.AVG:
+            HOST.divide(out, self._size)
 
     def gather_now(self, output: Array, input: Array) -> None:
         self._comm.Allgather(_bits(input), _bits(output))
@@ -207,34 +207,29 @@ class _ReduceScatter:
             return
         self._is_done = True
         self._exchange.wait()
-        self._finish(self._group.add_up(self._received, self._op, chunk=self._chunk()))
+        self._finish(self._received)
         del self._received
 
-    def _chunk(self) -> int:
-        received = self._received
-        return chunk_size(received.size, itemsize=received.itemsize, num_ranks=self._group.size())
-
-    def _finish(self, total: Array) -> None:
-        self._output[...] = total
+    def _finish(self, received: Array) -> None:
+        chunk = chunk_size(received.size, itemsize=received.itemsize, num_ranks=self._group.size())
+        self._group.add_up(received, self._op, chunk=chunk, out=self._output)
 
 
 class _AllReduce(_ReduceScatter):
-    def _chunk(self) -> int:
-        return self._received.size // self._group.size()
-
-    def _finish(self, total: Array) -> None:
-        whole = np.empty(total.size * self._group.size(), total.dtype)
+    def _finish(self, received: Array) -> None:
+        chunk = received.size // self._group.size()
+        total, whole = np.empty(chunk, received.dtype), np.empty(received.size, received.dtype)
+        self._group.add_up(received, self._op, chunk=chunk, out=total)
         self._group.gather_now(whole, total)
         self._output[...] = whole[: self._output.size]
 
 
-def _add_around_ring(rows: Array, *, last: int) -> Array:
-    """The sum of ``rows`` in descending order around the ring, ``last`` at the end."""
+def _add_around_ring(rows: Array, *, last: int, out: Array) -> None:
+    """Add ``rows`` in descending order around the ring, ``last`` at the end."""
     size = rows.shape[0]
     total = rows[(last - 1) % size]
     for step in range(2, size + 1):
-        total = add_arrays(total, rows[(last - step) % size])
-    return total
+        total = add_arrays(total, rows[(last - step) % size], out=out)
 
 
 def chunk_size(numel: int, *, itemsize: int, num_ranks: int) -> int:

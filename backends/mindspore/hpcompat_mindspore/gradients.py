@@ -62,7 +62,7 @@ def _capture(param: ShardedParam, grad: Tensor) -> Tensor:
         param.deliver(param.memory.read(grad).reshape(-1))
     else:
         param.new_grad = grad
-    autograd.queue_final_callback(lambda: _settle(param))
+    autograd.queue_final_callback(lambda: _settle(param), is_last=True)
     return returned
 
 
@@ -81,9 +81,16 @@ def _settle(param: ShardedParam) -> None:
     """At the end of backward: empty the engine's gradient, and fill what ``mindspore.value_and_grad`` returns.
 
     Raises:
-        RuntimeError: nothing was reduced, so there is no right value to return.
+        RuntimeError: the gradient came too late to be reduced, or nothing was reduced, so that there is no right value
+            to return.
     """
     param.parameter._grad = None
+    if param.new_grad is not None:
+        param.drop_gradients()
+        raise RuntimeError(
+            f"expected the gradient of {param.name!r} before its unit reduced its gradients, but got it afterwards: "
+            "the parameter is also used outside of the unit; run another backward for that, such as a penalty's"
+        )
     returned, param.returned_grad = param.returned_grad, None
     if returned is None:
         return

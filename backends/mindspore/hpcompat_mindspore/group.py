@@ -195,7 +195,8 @@ class GroupTensors:
         source, world_size = gather.source, gather.world_size
         if gather.output is None:
             for param in self.params:
-                param.whole_data = self._memory.pack([param.padded_shard().reshape(1, -1)], param.param_dtype)
+                shard = param.padded_shard() if self._flat is None else param.shard_data
+                param.whole_data = self._memory.pack([shard.reshape(1, -1)], param.param_dtype)
             return
         sizes = [self._piece_numel(param, source, world_size) for param in self.params]
         if self._travels_as_bytes:

@@ -14,6 +14,7 @@ MindSpore queues operations and runs them behind the caller's back. So memory th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, Protocol
 
 import mindspore
@@ -92,7 +93,7 @@ class HostMemory:
         return tensor.asnumpy()
 
     def tensor(self, buffer: Buffer, shape: Sequence[int]) -> Tensor:
-        numel = int(np.prod(shape, dtype=np.int64))
+        numel = prod(shape)
         return Tensor.from_numpy(buffer[:numel].reshape(shape))
 
     def copy_of(self, tensor: Tensor) -> Tensor:
@@ -128,22 +129,24 @@ class HostMemory:
         return buffer.astype(numpy_dtype(dtype), copy=False)
 
     def add(self, left: Buffer, right: Buffer) -> Buffer:
-        return add_arrays(left, right)
+        return add_arrays(left, right, out=left)
 
     def add_at(self, buffer: Buffer, start: int, addend: Buffer) -> Buffer:
         piece = buffer[start : start + addend.size]
-        piece[...] = add_arrays(piece, addend)
+        add_arrays(piece, addend, out=piece)
         return buffer
 
     def divide(self, buffer: Buffer, divisor: float) -> Buffer:
         if is_narrow(buffer):
-            return (buffer.astype(np.float32) / np.float32(divisor)).astype(buffer.dtype)
+            buffer[...] = buffer.astype(np.float32) / np.float32(divisor)
+            return buffer
         return np.divide(buffer, buffer.dtype.type(divisor), out=buffer)
 
     def multiply(self, buffer: Buffer, factor: Any) -> Buffer:
         value = factor.asnumpy().reshape(()) if isinstance(factor, Tensor) else factor
         if is_narrow(buffer):
-            return (buffer.astype(np.float32) * np.float32(value)).astype(buffer.dtype)
+            buffer[...] = buffer.astype(np.float32) * np.float32(value)
+            return buffer
         return np.multiply(buffer, buffer.dtype.type(value), out=buffer)
 
 
@@ -161,7 +164,7 @@ class DeviceMemory:
 
     def tensor(self, buffer: Buffer, shape: Sequence[int]) -> Tensor:
         # A copy: some kernels look at the memory behind a tensor, which a view would share.
-        numel = int(np.prod(shape, dtype=np.int64))
+        numel = prod(shape)
         return buffer[:numel].reshape(tuple(shape)).copy()
 
     def copy_of(self, tensor: Tensor) -> Tensor:
@@ -220,8 +223,11 @@ def is_narrow(array: np.ndarray[Any, Any]) -> bool:
     return array.dtype.itemsize == 2 and any(array.dtype == numpy_dtype(dtype) for dtype in _NARROW)
 
 
-def add_arrays(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """``left + right`` in the dtype of ``left``, in its memory if it is wide, rounded once if it is narrow."""
-    if is_narrow(left):
-        return (left.astype(np.float32) + right.astype(np.float32)).astype(left.dtype)
-    return np.add(left, right, out=left, casting="unsafe")
+def add_arrays(
+    left: np.ndarray[Any, Any], right: np.ndarray[Any, Any], *, out: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """``left + right`` into ``out``, in its dtype, rounded once."""
+    if is_narrow(out):
+        out[...] = left.astype(np.float32) + right.astype(np.float32)
+        return out
+    return np.add(left, right, out=out, casting="unsafe")

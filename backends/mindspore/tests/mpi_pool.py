@@ -52,8 +52,8 @@ class MpiRank:
 class MpiJob:
     """mpirun and its ranks."""
 
-    def __init__(self, world_size: int, *, scratch: Path, path: list[str]) -> None:
-        self.scratch, self.output = scratch, scratch / "output"
+    def __init__(self, world_size: int, *, scratch: Path, path: list[str], queued: bool) -> None:
+        self.scratch, self.output, self._queued = scratch, scratch / "output", queued
         address = str(scratch / "socket")
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(address)
@@ -67,13 +67,16 @@ class MpiJob:
         assert mpirun is not None, "expected mpirun of the openmpi package"
         command = [mpirun, "-n", str(world_size), "--oversubscribe", "--bind-to", "none", sys.executable]
         command += ["-m", "mpi_worker", address, str(world_size), str(self.scratch)]
+        environ = {**mpi_environment(), **os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+        if self._queued:
+            environ.pop("MS_DEV_LAUNCH_BLOCKING")
         with self.output.open("wb") as output:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**mpi_environment(), **os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
+                env=environ,
                 start_new_session=True,
             )
 
@@ -90,17 +93,20 @@ class MpiJob:
 
 
 class MpiPool(WorkerPool):
-    """``world_size`` ranks of MPI with MindSpore in each."""
+    """``world_size`` ranks of MPI with MindSpore in each; ``queued`` if it shall queue operations, as it does by itself
+    and as `hpcompat launch` tells it not to."""
 
-    def __init__(self, world_size: int, **options: Any) -> None:
+    def __init__(self, world_size: int, *, queued: bool = False, **options: Any) -> None:
         super().__init__(world_size, setup=SETUP, **options)
+        self._queued = queued
 
     def _start(self) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="hpcompat-mpi-")
         self.num_starts += 1
-        job = MpiJob(self.world_size, scratch=Path(self._scratch.name), path=[entry for entry in sys.path if entry])
+        path = [entry for entry in sys.path if entry]
+        job = MpiJob(self.world_size, scratch=Path(self._scratch.name), path=path, queued=self._queued)
         self._workers = list(job.ranks)  # type: ignore[arg-type]
         self._do(f"set-up of {self.world_size} ranks", request=pickle.dumps(self._setup), deadline=self._start_deadline)
 
 
-Ranks = Callable[[int], MpiPool]
+Ranks = Callable[..., MpiPool]

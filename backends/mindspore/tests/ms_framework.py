@@ -10,7 +10,7 @@ from typing import Any
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 
 import hpcompat
 from hpcompat_conformance.framework import Array, Collective, Optimizer
@@ -84,9 +84,12 @@ class MindSporeFramework:
         param = param_of(parameter)
         return tuple(parameter.shape) if param is None else param.layout.shape
 
-    def is_sharded(self, parameter: Parameter) -> bool:
-        param = param_of(parameter)
-        return param is not None and param.shown is not Shown.WHOLE and param.mesh_info.shard_mesh_dim is not None
+    def is_sharded(self, parameter: Parameter | Gradient) -> bool:
+        is_gradient = isinstance(parameter, Gradient)
+        param = param_of(parameter.parameter if is_gradient else parameter)
+        if param is None or param.mesh_info.shard_mesh_dim is None:
+            return False
+        return tuple(parameter.tensor.shape) == param.shard_shape if is_gradient else param.shown is not Shown.WHOLE
 
     def local(self, parameter: Parameter | Gradient) -> Array:
         if isinstance(parameter, Gradient):
@@ -186,7 +189,7 @@ class AdamW(Sgd):
         self._states[index] = number, first, second
         decayed = parameter * (1 - self._lr * 0.01)
         scaled = second / (1 - 0.999**number)
-        parameter.copy_(decayed - self._lr / (1 - 0.9**number) * first / (scaled**0.5 + 1e-8))
+        parameter.copy_(decayed - self._lr / (1 - 0.9**number) * first / (ops.sqrt(scaled) + 1e-8))
 
 
 def load() -> Implementation:

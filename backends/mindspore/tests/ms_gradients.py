@@ -12,10 +12,13 @@ from mindspore import Tensor
 import hpcompat
 from hpcompat import MixedPrecisionPolicy
 from hpcompat_mindspore import autograd
+from ms_framework import MindSporeFramework
 from ms_models import NUM_OUT, Block, ElementwiseNet, Net, batch, initialize, loss_of, named
 from ms_truth import (
     assert_close,
+    follow,
     full_gradients,
+    full_values,
     mesh_of,
     num_ranks,
     rank,
@@ -185,6 +188,17 @@ def penalty_on_shards() -> None:
     assert_close(full_gradients(model), expected)
 
 
+def penalty_in_the_same_backward() -> None:
+    """Used in its unit and outside of it at once, a parameter would have to show two things. Refused, not wrong."""
+    model = wrap(initialize(Net()))
+    penalty = sum(((p * p).sum() for p in named(model).values()), Tensor(0.0))
+    with pytest.raises((RuntimeError, ValueError)):
+        autograd.backward(loss_of(model, batch(rank())) + penalty)
+    model.reset_iter_state()
+    model.zero_grad()
+    follow(model, initialize(Net()))
+
+
 def all_reduce_hook() -> None:
     model = wrap(initialize(Net()))
     model.layers[0].set_all_reduce_hook(lambda grad: grad * 2.0)
@@ -195,3 +209,19 @@ def all_reduce_hook() -> None:
     for name in expected:
         expected[name] = expected[name] * factors.get(".".join(name.split(".")[:2]), 1.0)
     assert_close(full_gradients(model), expected)
+
+
+def twenty_steps(kind: str) -> None:
+    """Losses of 20 steps, sharded against unsharded."""
+    models = [wrap(initialize(Net())), initialize(Net())]
+    optimizers = [MindSporeFramework().optimizer(model, kind=kind, lr=0.05) for model in models]
+    for step in range(20):
+        loss = train(models[0], step=step)
+        expected = float(loss_of(models[1], batch(rank(), step=step)).asnumpy())
+        assert abs(loss - expected) <= 1e-6 * abs(expected), (step, loss, expected)
+        for name, grad in true_gradients(models[1], steps=(step,)).items():
+            named(models[1])[name]._grad = Tensor(grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(full_values(models[0]), full_values(models[1]))

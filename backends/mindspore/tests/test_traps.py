@@ -37,7 +37,7 @@ JOBS = [
 
 @pytest.mark.parametrize(("job", "options"), JOBS, ids=[f"{job} {list(o.values())}" for job, o in JOBS])
 def test_trap(ranks: Ranks, job: str, options: dict[str, object]) -> None:
-    ranks(2).run(f"ms_traps:{job}", **options)
+    ranks(2, queued=True).run(f"ms_traps:{job}", **options)
 
 
 # On the CPU these leave their tensor as it is, or do not exist.
