@@ -17,7 +17,10 @@ from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshIn
 
 if TYPE_CHECKING:
     from hpcompat.core.unit import Unit
+    from hpcompat.distributed import Distributed
+    from hpcompat.optim import Optim
     from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
+    from hpcompat.training import Training
 
 
 class Stream(Protocol):
@@ -90,6 +93,8 @@ class GatherRequest:
     gather_stream: Any
     comm: AllGather | None
     async_op: bool
+    # False while this rank catches up: the others have had its part already, and the output is zeros.
+    takes_part: bool = True
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,8 @@ class ReduceRequest:
     hook: Callable[[Any], None] | None
     reduce_stream: Any
     all_reduce_stream: Any
+    # As in GatherRequest.
+    takes_part: bool = True
 
 
 class GroupTensors(Protocol):
@@ -119,6 +126,11 @@ class GroupTensors(Protocol):
     @property
     def names(self) -> list[str]:
         """Qualified parameter names; the wrap gives local ones, lazy init gives full ones."""
+        ...
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Size of the whole parameters, in the dtypes in which they are computed with."""
         ...
 
     def shard(self) -> None:
@@ -189,7 +201,16 @@ class Backend(Protocol):
     name: str
     module_mixin: type
 
-    def owns(self, module: object) -> bool: ...
+    # Rooms that the scheduler does not enter: the backend's modules of the same names.
+    distributed: Distributed
+    training: Training
+    optim: Optim
+
+    def owns(self, value: object) -> bool:
+        """Whether ``value`` is a module, a tensor, a mesh or an optimizer of the framework."""
+        ...
+
+    def is_module(self, value: object) -> bool: ...
     def probe(self) -> dict[str, object]: ...
 
     def named_modules(self, module: Any) -> Iterable[tuple[str, Any]]: ...

@@ -18,13 +18,22 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from hpcompat.backend import Backend
 
-__all__ = ["ENTRY_POINT_GROUP", "ENV_VAR", "available_backends", "backend_for", "canonical_name", "get_backend"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "ENV_VAR",
+    "available_backends",
+    "backend_for",
+    "canonical_name",
+    "get_backend",
+    "make_default",
+]
 
 ENTRY_POINT_GROUP = "hpcompat.backends"
 ENV_VAR = "HPCOMPAT_BACKEND"
 ALIASES = {"pytorch": "torch", "pt": "torch", "ms": "mindspore"}
 
 _instances: dict[str, Backend] = {}
+_default: str | None = None
 
 
 def available_backends() -> dict[str, EntryPoint]:
@@ -35,15 +44,21 @@ def available_backends() -> dict[str, EntryPoint]:
 def get_backend(name: str | None = None) -> Backend:
     """Return the backend called ``name``, importing its framework if need be.
 
-    Without a name: ``HPCOMPAT_BACKEND``, else the one whose framework is already imported, else the one whose
-    framework is installed.
+    Without a name: ``HPCOMPAT_BACKEND``, else the one that ``init_process_group`` started, else the one whose framework
+    is already imported, else the one whose framework is installed.
 
     Raises:
         TypeError: ``name`` is not a string.
         ValueError: the name is unknown, or there is no name and not exactly one candidate.
         ImportError: the backend is known but its framework is not installed.
     """
-    return _instance(chosen_name(name) or _only_candidate())
+    return _instance(chosen_name(name) or _default or _only_candidate())
+
+
+def make_default(name: str | None) -> None:
+    """From now on, ``name`` is what calls mean that neither name a backend nor pass an object of one."""
+    global _default
+    _default = name
 
 
 def backend_for(module: object, *, backend: str | None = None) -> Backend:

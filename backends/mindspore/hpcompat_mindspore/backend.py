@@ -16,7 +16,7 @@ from hpcompat.core.unit import Unit
 from hpcompat.errors import CapabilityError
 from hpcompat.mesh import DataParallelMeshDims, FSDPMeshInfo
 from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
-from hpcompat_mindspore import autograd, collectives, hooks, mesh, probe
+from hpcompat_mindspore import autograd, collectives, distributed, hooks, mesh, optim, probe, training
 from hpcompat_mindspore.communicator import Communicator
 from hpcompat_mindspore.group import GroupTensors as MindSporeGroupTensors
 from hpcompat_mindspore.param import uid_of
@@ -32,9 +32,15 @@ class MindSporeBackend:
 
     name = "mindspore"
     module_mixin = hooks.MindSporeModuleMixin
+    distributed = distributed
+    training = training
+    optim = optim
 
-    def owns(self, module: object) -> bool:
-        return isinstance(module, nn.Cell)
+    def owns(self, value: object) -> bool:
+        return isinstance(value, nn.Cell | Tensor | mesh.DeviceMesh) or optim.is_optimizer(value)
+
+    def is_module(self, value: object) -> bool:
+        return isinstance(value, nn.Cell)
 
     def probe(self) -> dict[str, object]:
         missing = probe.missing_names()

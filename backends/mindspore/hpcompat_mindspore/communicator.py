@@ -269,6 +269,17 @@ def world() -> Communicator:
     return _world
 
 
+def has_joined() -> bool:
+    return _world is not None
+
+
+def leave() -> None:
+    """Forget all groups; the next call of :func:`world` joins again."""
+    global _world
+    _world = None
+    _members.clear()
+
+
 def group_of(ranks: Sequence[int]) -> Communicator:
     """The communicator of ``ranks``; made once. Collective over them."""
     key = tuple(ranks)

@@ -63,6 +63,22 @@ def frozen() -> None:
     follow(wrap(models[0]), models[1])
 
 
+def replicate() -> None:
+    model = initialize(Net(hidden=3))
+    for layer in model.layers:
+        hpcompat.replicate(layer)
+    follow(hpcompat.replicate(model), initialize(Net(hidden=3)))
+    assert isinstance(model, hpcompat.ReplicateModule)
+    assert all(tuple(parameter.shape) == param_of(parameter).layout.shape for parameter in named(model).values())
+
+
+def replicate_beside_sharded() -> None:
+    model = initialize(Net())
+    hpcompat.replicate(model.layers[0])
+    hpcompat.fully_shard(model.layers[1])
+    follow(hpcompat.fully_shard(model), initialize(Net()))
+
+
 def thawed_later() -> None:
     models = [initialize(Net()) for _ in range(2)]
     for model in models:

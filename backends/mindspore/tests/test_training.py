@@ -31,6 +31,8 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "ignored": ("ms_modules:ignored", {}, (2,)),
     "replicated": ("ms_modules:replicated", {"shape": (2,)}, (2,)),
     "replicated under hsdp": ("ms_modules:replicated", {"shape": (2, 2)}, (4,)),
+    "replicate": ("ms_modules:replicate", {}, (1, 2, 4)),
+    "replicate beside sharded": ("ms_modules:replicate_beside_sharded", {}, (2,)),
     "explicit prefetch": ("ms_modules:prefetch", {}, (2,)),
     "separate reduce-scatter group": ("ms_modules:separate_group", {}, (2,)),
     "several dtypes": ("ms_modules:several_dtypes", {}, (1, 2)),

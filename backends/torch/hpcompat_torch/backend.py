@@ -19,7 +19,7 @@ from hpcompat.core.unit import Unit
 from hpcompat.errors import CapabilityError
 from hpcompat.mesh import DataParallelMeshDims, FSDPMeshInfo
 from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
-from hpcompat_torch import collectives, hooks, mesh, optim
+from hpcompat_torch import collectives, distributed, hooks, mesh, optim, training
 from hpcompat_torch.group import GroupTensors as TorchGroupTensors
 from hpcompat_torch.param import uid_of
 from hpcompat_torch.streams import streams_of
@@ -30,9 +30,15 @@ class TorchBackend:
 
     name = "torch"
     module_mixin = hooks.TorchModuleMixin
+    distributed = distributed
+    training = training
+    optim = optim
 
-    def owns(self, module: object) -> bool:
-        return isinstance(module, nn.Module)
+    def owns(self, value: object) -> bool:
+        return isinstance(value, nn.Module | torch.Tensor | DeviceMesh | torch.optim.Optimizer)
+
+    def is_module(self, value: object) -> bool:
+        return isinstance(value, nn.Module)
 
     def probe(self) -> dict[str, object]:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

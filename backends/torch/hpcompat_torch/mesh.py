@@ -15,14 +15,14 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from hpcompat.errors import CapabilityError
 from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from hpcompat_torch.distributed import device_type
 
 
 def default_mesh(names: tuple[str, ...] | None) -> DeviceMesh:
-    """All ranks, on the accelerator if there is one; starts the default process group if nobody has."""
+    """All ranks, on the accelerator if they talk over it; starts the default process group if nobody has."""
     if not dist.is_initialized():
         dist.init_process_group()
-    device_type = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # type: ignore[union-attr]
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=names)
+    return init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=names)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

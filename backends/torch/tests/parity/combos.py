@@ -21,18 +21,22 @@ MESH_SHAPES: dict[tuple[str, int], tuple[int, ...]] = {
     ("hsdp-wide", 2): (1, 2),
     ("hsdp-wide", 4): (1, 4),
     ("hsdp-tall", 4): (4, 1),
+    ("replicate", 1): (1,),
+    ("replicate", 2): (2,),
+    ("replicate", 4): (4,),
     ("fsdp+tp", 2): (1, 2),
     ("fsdp+tp", 4): (2, 2),
     ("hsdp+tp", 4): (2, 1, 2),
     ("fsdp2+tp", 4): (1, 2, 2),
 }
-"""Mesh name and world size to mesh shape; HSDP is replicate x shard."""
+"""Mesh name and world size to mesh shape; HSDP is replicate x shard; `replicate` calls the function of that name."""
 
 MESH_AXES: dict[str, tuple[str, ...]] = {
     "fsdp": ("shard",),
     "hsdp": ("replicate", "shard"),
     "hsdp-wide": ("replicate", "shard"),
     "hsdp-tall": ("replicate", "shard"),
+    "replicate": ("replicate",),
     "fsdp+tp": ("shard", "tp"),
     "hsdp+tp": ("replicate", "shard", "tp"),
     "fsdp2+tp": ("shard_outer", "shard_inner", "tp"),

@@ -36,6 +36,8 @@ OTHERS = [
     Combo("decoder", 2, "fsdp", False, options=("setter-reshard",)),
     Combo("decoder", 2, options=("offload",)),
     Combo("decoder", 2, options=("columns",)),
+    Combo("decoder", 4, "replicate", True, "bf16", 4),
+    Combo("nested", 2, "replicate"),
     *(
         Combo(model, world, mesh, reshard)
         for model in ("mlp", "tied", "uneven", "list", "nested", "rootless", "frozen", "buffers", "unused", *PATTERNS)

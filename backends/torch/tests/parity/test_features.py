@@ -59,6 +59,19 @@ COMBOS = [
             ("backward-twice", "prefetch"),
         )
     ),
+    *(
+        Combo(model, world, "replicate", True, policy, accumulation, options)
+        for model in ("decoder", "tied", "nested", "list", "frozen")
+        for world, policy, accumulation, options in (
+            (1, "fp32", 1, ()),
+            (2, "bf16", 4, ("clip",)),
+            (2, "fp16", 1, ("state-dict",)),
+            (4, "fp32", 4, ("sync-always",)),
+        )
+    ),
+    Combo("decoder", 2, "replicate", options=("offload",)),
+    Combo("decoder", 2, "replicate", options=("evaluate", "prefetch")),
+    Combo("decoder", 2, "replicate", options=("force-sum",)),
     Combo("tp", 2, "fsdp+tp"),
     Combo("tp", 4, "fsdp+tp"),
     Combo("tp", 4, "fsdp+tp", False, "bf16", 4),

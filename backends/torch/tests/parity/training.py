@@ -14,7 +14,7 @@ from parity.models import ModelCase
 from parity.registry import ALL_MODELS
 from parity.setters import after_wrap, before_microbatch
 from parity.settings import wrap_kwargs
-from parity.worlds import implementation, named_mesh
+from parity.worlds import half_public, implementation, named_mesh
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,11 @@ def sharded(model: ModelCase, combo: Combo, name: str) -> nn.Module:
     module = model.build(combo.seed)
     source = implementation(name)
     kwargs = wrap_kwargs(source, combo)
-    model.wrap(module, source.fully_shard, mesh=named_mesh(combo.mesh_shape, combo.mesh_axes), **kwargs)
+    wrapper = source.fully_shard
+    if combo.mesh == "replicate":
+        wrapper = half_public(source, "replicate")
+        del kwargs["reshard_after_forward"]
+    model.wrap(module, wrapper, mesh=named_mesh(combo.mesh_shape, combo.mesh_axes), **kwargs)
     after_wrap(source, combo, module)
     return module
 

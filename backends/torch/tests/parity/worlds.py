@@ -21,7 +21,8 @@ def half_public(source: ModuleType, name: str) -> Any:
     """A name that users of native must import from a private module, and of hpcompat from the top."""
     if hasattr(source, name):
         return getattr(source, name)
-    return getattr(importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common"), name)
+    home = "_composable.replicate_with_fsdp" if name == "replicate" else "fsdp._fully_shard._fsdp_common"
+    return getattr(importlib.import_module(f"torch.distributed.{home}"), name)
 
 
 @functools.cache

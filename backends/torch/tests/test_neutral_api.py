@@ -1,0 +1,31 @@
+"""The neutral calls on torch; the checks are those that MindSpore passes too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hpcompat_conformance.pool import PoolSet
+from neutral_models import draw, model
+
+NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "scalars": ("neutral_calls:scalars", {}, (1, 2, 4)),
+    "groups": ("neutral_calls:groups", {}, (4,)),
+    "wrong mesh": ("neutral_calls:wrong_mesh", {}, (2,)),
+    "numpy": ("neutral_calls:numpy_and_back", {"half": torch.float16, "narrow": torch.bfloat16}, (1,)),
+    "gradients": ("neutral_calls:gradients", {"model": model}, (1, 2, 4)),
+    "parameters": ("neutral_calls:parameters", {"model": model, "names": NAMES}, (1, 2)),
+    "no gradients": ("neutral_calls:no_gradients", {"model": model}, (2,)),
+    "one backend": ("neutral_calls:one_backend", {"name": "torch"}, (2,)),
+    "seeds": ("neutral_calls:seeds", {"draw": draw}, (1,)),
+}
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [(name, num) for name, case in CASES.items() for num in case[2]])
+def test_neutral_call(pool: PoolSet, name: str, num_ranks: int) -> None:
+    function, options, _ = CASES[name]
+    pool(num_ranks).run(function, **options)

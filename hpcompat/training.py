@@ -1,0 +1,137 @@
+"""What a training script calls besides sharding: gradients, parameters, numpy; the same calls on both frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from hpcompat import registry
+
+
+class Training(Protocol):
+    """What the room ``training.py`` of each backend gives."""
+
+    def backward(self, tensor: Any, gradient: Any, *, retain_graph: bool) -> None: ...
+    def value_and_grad(
+        self, fn: Callable[..., Any], weights: tuple[Any, ...], *, has_aux: bool
+    ) -> Callable[..., tuple[Any, tuple[Any, ...]]]: ...
+    def enable_backward_compat(self) -> None: ...
+    def no_grad(self) -> AbstractContextManager[Any]: ...
+    def manual_seed(self, seed: int) -> None: ...
+    def to_numpy(self, tensor: Any) -> Any: ...
+    def from_numpy(self, array: Any, *, dtype: Any) -> Any: ...
+    def full_tensor(self, parameter: Any, value: Any) -> Any: ...
+
+
+# Gradients
+
+
+def backward(loss: Any, gradient: Any = None, *, retain_graph: bool = False) -> None:
+    """Run backward from ``loss``: gradients are reduced over the ranks and added to ``parameter.grad``, a shard's to a
+    shard.
+
+    Args:
+        loss: a scalar; a tensor of any shape with ``gradient``.
+        gradient: what backward starts from, of the shape of ``loss``; by default 1.
+        retain_graph: allow another backward through the same operations.
+
+    Raises:
+        ValueError, RuntimeError: ``loss`` is no scalar and there is no ``gradient``, or it depends on no parameter.
+    """
+    registry.backend_for(loss).training.backward(loss, gradient, retain_graph=retain_graph)
+
+
+def value_and_grad(
+    fn: Callable[..., Any], weights: Sequence[Any], *, has_aux: bool = False
+) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
+    """A function that calls ``fn`` and also gives the gradients (``mindspore.value_and_grad``, with sharded weights).
+
+    Args:
+        fn: returns a loss, or a tuple of a loss and more.
+        weights: parameters. Make it after ``fully_shard``, which on torch replaces parameters.
+        has_aux: only the first value that ``fn`` returns is differentiated; otherwise their sum is.
+
+    Returns:
+        A function with the arguments of ``fn`` that returns ``(value, gradients)``. A gradient is this rank's part of
+        the reduced one, the same tensor as ``parameter.grad``, which is replaced, not added to; ``None`` for a weight
+        that was not used, or whose unit does not reduce yet (``set_requires_gradient_sync(False)``).
+
+    Raises:
+        ValueError: there are no weights.
+        TypeError: ``fn`` cannot be called.
+    """
+    members = tuple(weights)
+    if not members:
+        raise ValueError("expected weights to differentiate by, but got none; pass list(hpcompat.parameters(model))")
+    if not callable(fn):
+        raise TypeError(f"expected fn to be callable, but got {fn!r}")
+    return registry.backend_for(members[0]).training.value_and_grad(fn, members, has_aux=has_aux)
+
+
+def enable_mindspore_backward_compat() -> None:
+    """Give MindSpore's tensors ``loss.backward()`` and its parameters ``.grad``, as torch's have. Call it once, before
+    the first forward. Under torch there is nothing to do.
+    """
+    registry.get_backend().training.enable_backward_compat()
+
+
+def no_grad() -> AbstractContextManager[Any]:
+    """A context in which nothing is recorded for backward."""
+    return registry.get_backend().training.no_grad()
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the framework's generators. The two frameworks draw different numbers from the same seed: make weights that
+    both shall have with numpy.
+
+    Raises:
+        TypeError: ``seed`` is not an int.
+    """
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"expected seed to be an int, but got {seed!r}")
+    registry.get_backend().training.manual_seed(seed)
+
+
+# Parameters
+
+
+def named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
+    """Qualified names and parameters of ``module``; a parameter in several places once, under its first name.
+
+    Running statistics, which MindSpore keeps as parameters, are not among them.
+    """
+    impl = registry.backend_for(module)
+    seen = set()
+    for name, parameter in impl.named_parameters(module, recurse=True):
+        uid = impl.parameter_uid(parameter)
+        if uid not in seen:
+            seen.add(uid)
+            yield name, parameter
+
+
+def parameters(module: Any) -> Iterator[Any]:
+    """The parameters of :func:`named_parameters`."""
+    return (parameter for _, parameter in named_parameters(module))
+
+
+def full_tensor(parameter: Any, value: Any = None) -> Any:
+    """The whole of a sharded parameter, or of a ``value`` sharded like it: its gradient, an optimizer state.
+
+    Collective over the ranks that hold the parameter. A new tensor, except that plain parameters and their values come
+    back as they are.
+    """
+    return registry.backend_for(parameter).training.full_tensor(parameter, value)
+
+
+# Numpy
+
+
+def to_numpy(tensor: Any) -> Any:
+    """A copy as a numpy array; of a sharded tensor this rank's shard. bfloat16, unknown to numpy, becomes float32."""
+    return registry.backend_for(tensor).training.to_numpy(tensor)
+
+
+def from_numpy(array: Any, *, dtype: Any = None, backend: str | None = None) -> Any:
+    """A tensor with a copy of ``array`` on this process's device, in ``dtype`` of the framework or the array's own."""
+    return registry.get_backend(backend).training.from_numpy(array, dtype=dtype)

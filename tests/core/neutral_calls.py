@@ -1,0 +1,144 @@
+"""What a script of either framework does with the neutral calls, as jobs for a pool of ranks; each rank checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcompat
+
+ROWS = 6
+
+
+def scalars() -> None:
+    rank, size = hpcompat.get_rank(), hpcompat.get_world_size()
+    assert hpcompat.all_reduce_scalar(rank + 1) == size * (size + 1) // 2
+    big = 2**62 // size
+    assert hpcompat.all_reduce_scalar(big) == big * size, "ints are exact"
+    total = 0.0
+    for other in range(size):
+        total += 0.1 * (other + 1)
+    assert hpcompat.all_reduce_scalar(0.1 * (rank + 1)) == total, "in the order of the ranks, in float64"
+    assert hpcompat.all_reduce_scalar(rank, op="max") == size - 1
+    assert hpcompat.all_reduce_scalar(rank, op="min") == 0
+    assert hpcompat.all_reduce_scalar(rank, op="avg") == (size - 1) / 2
+    mixed = hpcompat.all_reduce_scalar(1 if rank == 0 else 0.5)
+    assert mixed == 1 + 0.5 * (size - 1)
+    hpcompat.barrier()
+
+
+def groups() -> None:
+    """On 4 ranks, as 2 by 2."""
+    mesh = hpcompat.init_device_mesh(None, (2, 2), mesh_dim_names=("dp", "cp"))
+    rank = hpcompat.get_rank()
+    assert [hpcompat.get_world_size(mesh.get_group(name)) for name in ("dp", "cp")] == [2, 2]
+    assert [hpcompat.get_rank(mesh.get_group(name)) for name in ("dp", "cp")] == [rank // 2, rank % 2]
+    assert hpcompat.all_reduce_scalar(rank, group=mesh.get_group("cp")) == 4 * (rank // 2) + 1
+    assert hpcompat.all_reduce_scalar(rank, group=mesh["dp"].get_group()) == 2 * (rank % 2) + 2
+    hpcompat.barrier(mesh.get_group("dp"))
+    assert mesh.ndim == 2
+    assert mesh.size() == 4
+    assert mesh.size(0) == 2
+    assert mesh.get_local_rank("cp") == rank % 2
+    assert list(mesh.get_coordinate()) == [rank // 2, rank % 2]
+    assert mesh["cp"].size() == 2
+    assert mesh["dp", "cp"].size() == 4
+    flat = mesh["dp", "cp"]._flatten("all")
+    assert flat.ndim == 1
+    assert flat.get_local_rank() == rank
+    assert hpcompat.get_world_size(flat.get_group()) == 4
+    with pytest.raises(KeyError):
+        mesh["tp"]
+
+
+def wrong_mesh() -> None:
+    with pytest.raises((ValueError, RuntimeError)):
+        hpcompat.init_device_mesh(None, (hpcompat.get_world_size() + 1,))
+    with pytest.raises(ValueError, match="expected a name for each of the 1 axes"):
+        hpcompat.init_device_mesh(None, (hpcompat.get_world_size(),), mesh_dim_names=("a", "b"))
+
+
+def numpy_and_back(*, half: Any, narrow: Any) -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3) / 3
+    tensor = hpcompat.from_numpy(array)
+    kept = hpcompat.to_numpy(tensor)
+    array[0, 0] = 7
+    assert kept[0, 0] == hpcompat.to_numpy(tensor)[0, 0] == 0, "copies both ways"
+    assert hpcompat.to_numpy(hpcompat.from_numpy(kept, dtype=half)).dtype == np.float16
+    rounded = hpcompat.to_numpy(hpcompat.from_numpy(kept, dtype=narrow))
+    assert rounded.dtype == np.float32
+    assert rounded[0, 1] == np.float32(0.333984375)
+    assert hpcompat.to_numpy(hpcompat.from_numpy(np.int64(5))) == 5
+
+
+def _batch() -> Any:
+    numbers = np.random.default_rng([3, hpcompat.get_rank()])
+    return hpcompat.from_numpy(numbers.normal(size=(ROWS, 4)).astype(np.float32))
+
+
+def gradients(*, model: Any) -> None:
+    """`model` is a function that makes the same sharded model of 4 inputs on every rank."""
+    model = model()
+    weights = list(hpcompat.parameters(model))
+    batch = _batch()
+
+    def loss_of(x: Any) -> Any:
+        return (model(x) * model(x)).mean()
+
+    hpcompat.backward(loss_of(batch))
+    once = [hpcompat.to_numpy(weight.grad) for weight in weights]
+    assert all(grad.any() for grad in once if grad.size)
+    hpcompat.backward(loss_of(batch))
+    for weight, first in zip(weights, once, strict=True):
+        assert np.array_equal(hpcompat.to_numpy(weight.grad), first + first), "backward adds"
+    value, grads = hpcompat.value_and_grad(loss_of, weights)(batch)
+    for weight, grad, first in zip(weights, grads, once, strict=True):
+        assert grad is weight.grad
+        assert np.array_equal(hpcompat.to_numpy(grad), first), "value_and_grad replaces"
+        whole = hpcompat.to_numpy(hpcompat.full_tensor(weight, grad))
+        assert whole.shape == hpcompat.to_numpy(hpcompat.full_tensor(weight)).shape
+    run = hpcompat.value_and_grad(lambda x: (loss_of(x), model(x) * 100.0), weights, has_aux=True)
+    (loss, aux), grads = run(batch)
+    assert hpcompat.to_numpy(loss) == hpcompat.to_numpy(value)
+    assert aux.shape[0] == ROWS
+    assert all(np.array_equal(hpcompat.to_numpy(grad), first) for grad, first in zip(grads, once, strict=True))
+
+
+def parameters(*, model: Any, names: list[str]) -> None:
+    model = model()
+    named = dict(hpcompat.named_parameters(model))
+    assert list(named) == names
+    assert [id(parameter) for parameter in hpcompat.parameters(model)] == [id(found) for found in named.values()]
+    total = sum(hpcompat.to_numpy(hpcompat.full_tensor(parameter)).size for parameter in named.values())
+    local = hpcompat.all_reduce_scalar(sum(hpcompat.to_numpy(parameter).size for parameter in named.values()))
+    assert local == total, "to_numpy gives this rank's shard"
+
+
+def no_gradients(*, model: Any) -> None:
+    model = model()
+    with hpcompat.no_grad():
+        loss = (model(_batch())).mean()
+    with pytest.raises(RuntimeError):
+        hpcompat.backward(loss)
+
+
+def one_backend(*, name: str) -> None:
+    """Calls without an object of a framework go to the backend that was started, or to the only one there is."""
+    assert hpcompat.is_initialized()
+    assert hpcompat.device_type() == "cpu"
+    with pytest.raises(RuntimeError, match="expected init_process_group once, but got a second call"):
+        hpcompat.init_process_group(backend=name)
+    hpcompat.manual_seed(3)
+    with pytest.raises(TypeError, match=r"expected seed to be an int, but got 0\.5"):
+        hpcompat.manual_seed(0.5)  # type: ignore[arg-type]
+
+
+def seeds(*, draw: Any) -> None:
+    hpcompat.manual_seed(3)
+    first = draw()
+    hpcompat.manual_seed(3)
+    assert np.array_equal(first, draw())
+    hpcompat.manual_seed(4)
+    assert not np.array_equal(first, draw())
