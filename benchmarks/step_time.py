@@ -16,9 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
-import platform
 import queue
 import sys
 import tempfile
@@ -30,6 +28,7 @@ import torch.multiprocessing as multiprocessing
 from rich.console import Console
 
 from paired.cases import CASES
+from paired.machine import describe_machine, without_nan
 from paired.report import print_report
 from paired.sides import IMPLEMENTATIONS, OPTIMIZERS, versions
 from paired.worker import Settings, work
@@ -113,48 +112,19 @@ def _drain(outbox: Any) -> list[tuple[str, Any]]:
         return messages
 
 
-def describe_machine(settings: Settings) -> dict[str, Any]:
-    """What the numbers depend on besides the code."""
-    device = torch.cuda.get_device_name() if settings.device == "cuda" else _processor_name()
-    return {
-        "device": device,
-        "num_cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-    }
-
-
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN: a ratio that does not exist is null."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print the tables, write the file."""
     settings, json_path = parse_arguments(arguments)
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH_OF_FILES
-    machine = describe_machine(settings)
+    machine = describe_machine(torch.cuda.get_device_name() if settings.device == "cuda" else None)
     measured = measure(settings, console=console)
     header = {"versions": versions(), "machine": machine, "settings": dataclasses.asdict(settings)}
     result = {**header, **measured}
     print_report(console, result)
     if json_path is not None:
-        json_path.write_text(json.dumps(_without_nan(result), indent=2, allow_nan=False) + "\n")
+        json_path.write_text(json.dumps(without_nan(result), indent=2, allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Bit for bit: how two runs of the same training differ."""
+"""How two runs of the same training differ: bit for bit, or in the size of the differences between losses."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +31,12 @@ def count_loss_differences(ours: list[float], native: list[float]) -> Counts:
     num_steps = max(len(ours), len(native))
     num_equal = sum(repr(a) == repr(b) for a, b in zip(ours, native, strict=False))
     return Counts(num_steps - num_equal, num_steps)
+
+
+def relative_differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Step by step, relative to the larger loss; infinite where one of the two is no finite number."""
+    pairs = zip(first, second, strict=True)
+    return [abs(a - b) / max(abs(a), abs(b)) if math.isfinite(a) and math.isfinite(b) else math.inf for a, b in pairs]
 
 
 def _count_kind(ours: dict[str, NDArray[Any]], native: dict[str, NDArray[Any]]) -> Counts:

@@ -9,8 +9,8 @@ from typing import Any
 from hpcompat import registry
 from hpcompat.backend import Backend
 from hpcompat.core.wrap import WrapOptions, mesh_info_for, root_modules, wrap
-from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo, validate_mesh
-from hpcompat.module import HSDPModule
+from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, validate_mesh
+from hpcompat.module import HSDPModule, ReplicateModule
 from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
 
 
@@ -106,6 +106,63 @@ def fully_shard(
     return module
 
 
+def replicate(
+    module: Any,
+    *,
+    mesh: Any = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[Any] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Keep the parameters of ``module`` whole on every rank and average gradients, in place (FSDP2 ``replicate``).
+
+    The same units, hooks and mixed precision as :func:`fully_shard`, with nothing to gather: one all-reduce per unit.
+    Unlike its ``replicate_params``, which keeps some parameters of a sharded unit whole, this is for whole modules, and
+    for a mesh without a shard axis. The two do not mix within one module; a replicated module may stand beside sharded
+    ones.
+
+    Args:
+        module: a module, or a list of modules that form one unit.
+        mesh: 1-D. Default: all ranks.
+        mp_policy: mixed precision.
+        offload_policy: as for ``fully_shard``.
+        ignored_params: parameters left alone.
+        dp_mesh_dims: the replicate axes, and no shard axes, of an n-D ``mesh``.
+        backend: as for ``fully_shard``.
+
+    Returns:
+        ``module`` itself, now a :class:`ReplicateModule`.
+
+    Raises:
+        ValueError: a mesh of several axes without ``dp_mesh_dims``, or shard axes in it; and as ``fully_shard``.
+        RuntimeError: ``fully_shard`` has been applied to the module.
+    """
+    impl, modules = _resolve(module, backend=backend, call="replicate")
+    _check_types(impl, mp_policy, offload_policy, mesh, dp_mesh_dims)
+    ignored = _parameter_set(impl, "ignored_params", ignored_params)
+    wrap(
+        impl,
+        modules,
+        WrapOptions(
+            label="Replicate",
+            prefix="Replicate",
+            mixin=ReplicateModule,
+            mesh_info=_replicate_info(impl, mesh, dp_mesh_dims),
+            reshard_after_forward=False,
+            shard_placement_fn=None,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=ignored,
+            replicate_params=frozenset(),
+            fuse=True,
+            zero_copy=False,
+        ),
+    )
+    return module
+
+
 def register_fsdp_forward_method(module: Any, method_name: str) -> None:
     """Gather around ``module.<method_name>`` as around ``forward`` (FSDP2 name; public report A72).
 
@@ -158,7 +215,7 @@ def _resolve(module: Any, *, backend: str | None, call: str) -> tuple[Backend, t
         )
     impl = registry.backend_for(members[0], backend=backend)
     for member in members:
-        if not impl.owns(member):
+        if not impl.is_module(member):
             raise TypeError(
                 f"{call} expects a module or a list of modules of {impl.name}, but got {type(member).__name__}"
             )
@@ -197,3 +254,21 @@ def _mesh_info(impl: Backend, mesh: Any, dims: DataParallelMeshDims | None) -> D
     mesh = impl.default_mesh() if mesh is None else mesh
     validate_mesh(mesh, dims)
     return mesh_info_for(impl, mesh, dims)
+
+
+def _replicate_info(impl: Backend, mesh: Any, dims: DataParallelMeshDims | None) -> DDPMeshInfo:
+    mesh = impl.default_mesh(("replicate",)) if mesh is None else mesh
+    if dims is None:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"replicate expects a 1D DeviceMesh but got {mesh}; pass one axis of it, or all of them flattened"
+            )
+        return DDPMeshInfo(mesh, replicate_mesh_dim=0)
+    validate_mesh(mesh, dims)
+    if dims.shard_names:
+        raise ValueError(
+            f"replicate with dp_mesh_dims requires replicate axes only, but got {dims}; use fully_shard for sharding"
+        )
+    info = mesh_info_for(impl, mesh, dims)
+    assert isinstance(info, DDPMeshInfo)
+    return info

@@ -10,6 +10,7 @@ from hpcompat.core.unit import unit_of
 from hpcompat.core.wrap import post_forward_mesh_info
 from hpcompat.errors import UserError
 from hpcompat.mesh import FSDPMeshInfo
+from hpcompat.recovery import Recovery
 
 if TYPE_CHECKING:
     from hpcompat.comm import AllGather, ReduceScatter
@@ -30,7 +31,7 @@ class UnshardHandle:
         self._groups = []
 
 
-class HSDPModule:
+class HSDPModule(Recovery):
     """Mixed into the class of a module by ``fully_shard`` as ``HSDP<Original>`` (FSDP2 ``FSDPModule``, clause 1).
 
     Methods with ``recurse`` act on every unit at or below the module by default; the others on the module's unit alone.
@@ -254,28 +255,6 @@ class HSDPModule:
     def hsdp_sync_stream(self) -> None:
         """Return when every gradient of this tree is on its shard."""
         self._unit().comm_ctx.finish()
-
-    def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: back to a clean iteration (clause 13).
-
-        Waits for what is in flight, drops every pending gradient (unsharded, accumulated without sync, partially
-        reduced), reshards, and forgets the order of the iteration. Gradients already on the shards stay: zero them as
-        usual.
-
-        Raises:
-            RuntimeError: not called on the root.
-        """
-        unit = self._unit()
-        if unit.is_root is False:
-            raise RuntimeError(
-                f"reset_iter_state must be called on the root FSDP module, but got {unit.fqn!r}; call it on the module "
-                "whose forward was run"
-            )
-        if unit.is_root is None:
-            # Nothing has run forward, but an unshard by hand may be pending.
-            for below in self._units(recurse=True):
-                below.reset_iter_state()
-        unit.iteration.reset()
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         for group in self._groups(recurse=True):

@@ -82,6 +82,30 @@ def apply_fsdp_to_decoder(
     return fully_shard(model, **options)
 
 
+def expert_shard_dim(num_experts: int, *, ep_degree: int, shard_degree: int) -> int:
+    """The dim on which to shard the weights of experts, ``[local experts, ...]``, over ``shard_degree`` ranks.
+
+    0, the experts themselves, as long as every rank gets one; else 1, since ranks without an expert would wait for the
+    others (TorchTitan's rule). What counts is how many ranks *share* the weights: replicas, as under HSDP, hold them
+    again and do not (public report A32). Such a unit's gradients are to be divided by the number of **all**
+    data-parallel ranks: ``unit.set_gradient_divide_factor(world_size)``.
+
+    Args:
+        num_experts: of the whole layer.
+        ep_degree: ranks over which expert parallelism spreads them.
+        shard_degree: ranks over which each part is sharded.
+
+    Raises:
+        ValueError: experts that expert parallelism cannot spread evenly.
+    """
+    if min(num_experts, ep_degree, shard_degree) < 1 or num_experts % ep_degree:
+        raise ValueError(
+            f"expected num_experts to be a multiple of ep_degree, but got {num_experts} experts, ep_degree={ep_degree} "
+            f"and shard_degree={shard_degree}"
+        )
+    return 1 if shard_degree * ep_degree > num_experts else 0
+
+
 def disable_fsdp_gradient_division(model: Any) -> None:
     """Gradients become sums over the ranks, for losses that are already divided by the global number of tokens
     (TorchTitan's function). Calls ``set_gradient_divide_factor(1.0)`` on every unit at or below ``model``.

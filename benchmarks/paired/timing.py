@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,14 +26,10 @@ import torch.distributed as dist
 
 from paired.cases import Case
 from paired.noop import CallCounter, noop_collectives, sequence_number
+from paired.rounds import Rounds, bootstrap_interval, without_collection
 from paired.sides import TURNS, Side, SideName
 
 NUM_WARMUP_ROUNDS = 2
-NUM_RESAMPLES = 1000
-
-
-Rounds = list[list[float]]
-"""Seconds: `rounds[round][step]`."""
 
 
 @dataclass
@@ -54,14 +49,9 @@ class Lane:
         context = noop_collectives(self.counter) if self.case.noop_collectives else contextlib.nullcontext()
         dist.barrier()
         before = sequence_number(dist.distributed_c10d._get_default_group())
-        gc.collect()
-        gc.disable()
-        try:
-            with context:
-                self.side.step()
-                times = [self._timed_step(device) for _ in range(num_steps)]
-        finally:
-            gc.enable()
+        with without_collection(), context:
+            self.side.step()
+            times = [self._timed_step(device) for _ in range(num_steps)]
         self.wall.append([wall for wall, _ in times])
         self.cpu.append([cpu for _, cpu in times])
         self.num_steps += 1 + num_steps
@@ -149,12 +139,9 @@ class Timings:
 
     def interval(self, statistic: Callable[[Timings], float]) -> tuple[float, float]:
         """5th and 95th percentile of a statistic over resampled rounds."""
-        generator = random.Random(0)
-        values = sorted(statistic(self._resample(generator)) for _ in range(NUM_RESAMPLES))
-        return values[NUM_RESAMPLES // 20], values[-NUM_RESAMPLES // 20]
+        return bootstrap_interval(lambda picked: statistic(self._pick(picked)), num_rounds=len(self.ours))
 
-    def _resample(self, generator: random.Random) -> Timings:
-        picked = generator.choices(range(len(self.ours)), k=len(self.ours))
+    def _pick(self, picked: list[int]) -> Timings:
         return replace(
             self,
             ours=[self.ours[i] for i in picked],

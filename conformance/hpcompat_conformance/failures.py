@@ -24,6 +24,10 @@ class PoolError(Exception):
     """Any failure of a job that a pool ran."""
 
 
+class LaunchFailed(PoolError, RuntimeError):
+    """The processes could not be started."""
+
+
 class JobFailed(PoolError):
     """At least one rank raised. ``errors`` maps its rank to the exception, in the order in which they came in."""
 

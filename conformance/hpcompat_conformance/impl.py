@@ -12,11 +12,13 @@ from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 from hpcompat_conformance.framework import Framework
+from hpcompat_conformance.launcher import SUBPROCESSES, Launcher
 from hpcompat_conformance.pool import Target
 from hpcompat_conformance.reference import refer
 
 ENTRY_POINT_GROUP = "hpcompat.conformance"
 BUILT_IN = {
+    "hpcompat-mindspore": "hpcompat_conformance.adapters.hpcompat_mindspore:ADAPTER",
     "hpcompat-torch": "hpcompat_conformance.adapters.hpcompat_torch:ADAPTER",
     "torch-fsdp2": "hpcompat_conformance.adapters.torch_fsdp2:ADAPTER",
 }
@@ -46,18 +48,19 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Adapter:
-    """``modules`` must be importable; ``worker_setup`` prepares a worker process (see `pool.WorkerPool`) and ``load``
-    is called in it and returns an `Implementation`; both are module-level functions or their names. Importing the
-    adapter's own module must not import a framework."""
+    """``modules`` must be importable; ``launcher`` starts worker processes, ``worker_setup`` prepares one (see
+    `pool.WorkerPool`) and ``load`` is called in it and returns an `Implementation`; the latter two are module-level
+    functions or their names. Importing the adapter's own module must not import a framework."""
 
     name: str
     modules: tuple[str, ...]
     worker_setup: Target
     load: Target
+    launcher: Launcher = SUBPROCESSES
 
     def missing(self) -> list[str]:
-        """The modules that are not installed."""
-        return [name for name in self.modules if importlib.util.find_spec(name) is None]
+        """The modules that are not installed, and what the launcher lacks."""
+        return [name for name in self.modules if importlib.util.find_spec(name) is None] + self.launcher.missing()
 
 
 def adapter_names() -> list[str]:

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from hpcompat_conformance.failures import JobFailed, JobTimeout, RanksDiverged, RemoteError, WorkerDied
+from hpcompat_conformance.launcher import SUBPROCESSES, Launcher
 from hpcompat_conformance.process import Worker
 from hpcompat_conformance.protocol import Job, Reply
 from hpcompat_conformance.reference import Reference, refer
@@ -61,22 +62,29 @@ class _Round:
 class WorkerPool:
     """``world_size`` processes that ran ``setup`` once and then run one job after another, each on all ranks.
 
-    ``setup``, a module-level function or its name ``"module:function"``, is called in each worker with its
-    `context.WorkerContext`. It may return a function that is called after every job and returns how many collectives
-    the rank has issued on each group, by the group's name; ranks that name the same group must agree, else the job
-    counts as failed.
+    ``launcher`` says how they are started. ``setup``, a module-level function or its name ``"module:function"``, is
+    called in each worker with its `context.WorkerContext`. It may return a function that is called after every job and
+    returns how many collectives the rank has issued on each group, by the group's name; ranks that name the same group
+    must agree, else the job counts as failed.
     Processes start at the first job, and again at the first job after a failure that left a rank stuck or dead.
     Not thread-safe.
     """
 
     def __init__(
-        self, world_size: int, *, setup: Target = TORCH_SETUP, grace: float = 3.0, start_deadline: float = 120.0
+        self,
+        world_size: int,
+        *,
+        setup: Target = TORCH_SETUP,
+        launcher: Launcher = SUBPROCESSES,
+        grace: float = 3.0,
+        start_deadline: float = 120.0,
     ) -> None:
         if world_size < 1:
             raise ValueError(f"expected world_size >= 1, but got {world_size!r}")
         self.world_size = world_size
         self.num_starts = 0
         self._setup = refer(setup)
+        self._launcher = launcher
         self._grace = grace
         self._start_deadline = start_deadline
         self._workers: list[Worker] = []
@@ -87,8 +95,8 @@ class WorkerPool:
         """Call ``target(**kwargs)`` on every rank; the results by rank.
 
         ``target`` is a module-level function or its name ``"module:function"``; it finds its rank in
-        `context.current`. Arguments and results go through pickle. Raises JobFailed, JobTimeout, WorkerDied or
-        RanksDiverged, see the note above.
+        `context.current`. Arguments and results go through pickle. Raises LaunchFailed, or JobFailed, JobTimeout,
+        WorkerDied or RanksDiverged, see the note above.
         """
         reference = refer(target)
         job = Job(reference, pickle.dumps(kwargs), deadline, tuple(sys.path))
@@ -120,21 +128,21 @@ class WorkerPool:
         self._scratch = tempfile.TemporaryDirectory(prefix="hpcompat-pool-")
         self.num_starts += 1
         path = [entry for entry in sys.path if entry]
-        for rank in range(self.world_size):
-            worker = Worker(rank, world_size=self.world_size, scratch=Path(self._scratch.name), path=path)
-            self._workers.append(worker)
         what = f"set-up {self._setup} on {self.world_size} ranks"
         try:
+            scratch = Path(self._scratch.name)
+            self._workers = list(self._launcher.launch(self.world_size, scratch=scratch, path=path))
             self._do(what, request=pickle.dumps(self._setup), deadline=self._start_deadline)
-        except JobFailed:
+        except BaseException:
             self._end(patience=0.0)
             raise
 
     def _drop_dead(self) -> None:
-        dead = [worker for worker in self._workers if worker.process.poll() is not None]
+        # Nothing was asked, so nothing can have been sent: there is only the end of a connection to read.
+        dead = [worker for worker in self._workers if worker.connection.poll()]
         if not dead:
             return
-        codes = {worker.rank: worker.process.returncode for worker in dead}
+        codes = {worker.rank: worker.end(patience=5.0) for worker in dead}
         tails = "\n".join(worker.output_tail() for worker in dead)
         self._end(patience=0.0)
         warnings.warn(f"workers ended between two jobs (rank: exit code): {codes}\n{tails}", stacklevel=3)
@@ -188,16 +196,18 @@ class WorkerPool:
 
 
 class PoolSet:
-    """Pools by world size, made on demand. Keeps those of one set-up apart from those of another."""
+    """Pools by world size, made on demand. Keeps those of one set-up or launcher apart from those of another."""
 
     def __init__(self) -> None:
-        self._pools: dict[tuple[int, Reference], WorkerPool] = {}
+        self._pools: dict[tuple[int, Reference, Launcher], WorkerPool] = {}
 
-    def __call__(self, world_size: int, *, setup: Target = TORCH_SETUP) -> WorkerPool:
-        """The pool of ``world_size`` workers that run ``setup``; always the same one."""
-        key = (world_size, refer(setup))
+    def __call__(
+        self, world_size: int, *, setup: Target = TORCH_SETUP, launcher: Launcher = SUBPROCESSES
+    ) -> WorkerPool:
+        """The pool of ``world_size`` workers that ``launcher`` starts and that run ``setup``; always the same one."""
+        key = (world_size, refer(setup), launcher)
         if key not in self._pools:
-            self._pools[key] = WorkerPool(world_size, setup=setup)
+            self._pools[key] = WorkerPool(world_size, setup=setup, launcher=launcher)
         return self._pools[key]
 
     def close(self) -> None:

@@ -6,17 +6,20 @@ def test_sum(pool):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from hpcompat_conformance.pool import PoolSet
+from hpcompat_conformance.pool import PoolSet, WorkerPool
+
+# What a fixture gives that picks set-up and launcher itself: the pool of so many ranks.
+Ranks = Callable[..., WorkerPool]
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[PoolSet]:
     """``pool(world_size)`` is a pool of torch workers on gloo, the same one for the whole session;
-    ``pool(world_size, setup="module:function")`` one with another set-up."""
+    ``pool(world_size, setup="module:function", launcher=Mpirun())`` one with another set-up and launcher."""
     pools = PoolSet()
     yield pools
     pools.close()

@@ -66,7 +66,7 @@ def run(plan: Plan, *, listener: Listener | None = None) -> Run:
         cases = plan.cases_on(procs)
         if not cases:
             continue
-        with WorkerPool(procs, setup=plan.adapter.worker_setup) as pool:
+        with WorkerPool(procs, setup=plan.adapter.worker_setup, launcher=plan.adapter.launcher) as pool:
             for case in cases:
                 result, versions = _run_one(pool, case=case, plan=plan, versions=versions, listener=listener)
                 results.append(result)

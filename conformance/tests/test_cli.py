@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcompat_conformance import impl, mpirun
 from hpcompat_conformance.adapters import torch_fsdp2
 from hpcompat_conformance.case import all_cases
 from hpcompat_conformance.cli import main
@@ -86,6 +87,13 @@ def test_an_implementation_that_is_not_installed(
     assert "not installed: no_such_module" in capsys.readouterr().err.replace("\n", " ")
 
 
+def test_what_mindspore_needs_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("mindspore", "mpi4py") else object())
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: None)
+    assert main(["--impl", "hpcompat-mindspore"]) == 2
+    assert "not installed: mindspore, mpi4py, mpirun" in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_it_runs_as_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hpcompat_conformance", "--list"], capture_output=True, text=True, check=True
@@ -99,3 +107,12 @@ def test_the_command_line_imports_no_framework() -> None:
     loaded = set(done.stdout.split())
     assert "hpcompat_conformance.cases.schedule" in loaded
     assert not loaded & {"torch", "mindspore", "hpcompat"}
+
+
+@pytest.mark.parametrize("name", impl.BUILT_IN)
+def test_an_adapter_is_found_without_its_framework(name: str) -> None:
+    code = f"import sys; from hpcompat_conformance import impl; impl.adapter_named({name!r}); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert impl.BUILT_IN[name].partition(":")[0] in loaded
+    assert not loaded & {"torch", "mindspore", "mpi4py"}

@@ -1,9 +1,11 @@
-"""Pools of workers without a framework: answers, failures, restarts. Functions that begin with `job` run in workers."""
+"""Pools of workers without a framework: answers, failures, restarts, the same whatever starts the workers. Functions
+that begin with `job` run in workers."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import select
 import signal
 import sys
 import threading
@@ -13,6 +15,8 @@ import pytest
 
 from hpcompat_conformance.context import WorkerContext, current
 from hpcompat_conformance.failures import JobFailed, JobTimeout, RanksDiverged, WorkerDied
+from hpcompat_conformance.launcher import Launcher
+from hpcompat_conformance.mpirun import Mpirun
 from hpcompat_conformance.pool import PoolSet, WorkerPool
 
 BARE = "hpcompat_conformance.bare:set_up"
@@ -20,8 +24,8 @@ memory: dict[str, int] = {}
 
 
 @pytest.fixture(scope="module")
-def bare_pool() -> Iterator[WorkerPool]:
-    with WorkerPool(2, setup=BARE, grace=0.2) as pool:
+def bare_pool(launcher: Launcher) -> Iterator[WorkerPool]:
+    with WorkerPool(2, setup=BARE, launcher=launcher, grace=0.2) as pool:
         yield pool
 
 
@@ -192,14 +196,14 @@ def test_a_worker_that_dies_between_two_jobs(bare_pool: WorkerPool) -> None:
     [*_, pid] = bare_pool.run(job_identity)[1]
     handle = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT)
+    select.select([handle], [], [])
     os.close(handle)
     with pytest.warns(UserWarning, match=r"workers ended between two jobs.*1: -9"):
         assert bare_pool.run(job_add, left=0, right=0) == [0, 1]
 
 
-def test_a_set_up_that_raises() -> None:
-    with WorkerPool(2, setup=set_up_that_raises, grace=0.2) as pool:
+def test_a_set_up_that_raises(launcher: Launcher) -> None:
+    with WorkerPool(2, setup=set_up_that_raises, launcher=launcher, grace=0.2) as pool:
         for start in (1, 2):
             with pytest.raises(
                 JobFailed, match=r"set-up .*:set_up_that_raises on 2 ranks: failed[\s\S]*no luck on rank 1"
@@ -217,8 +221,8 @@ def test_ranks_that_answer_from_different_places() -> None:
         assert pool.run(job_count) == [1, 1], "expected new workers"
 
 
-def test_closed_pools_leave_no_process() -> None:
-    pool = WorkerPool(2, setup=BARE)
+def test_closed_pools_leave_no_process(launcher: Launcher) -> None:
+    pool = WorkerPool(2, setup=BARE, launcher=launcher)
     pids = [pid for *_, pid in pool.run(job_identity)]
     pool.close()
     for pid in pids:
@@ -226,8 +230,8 @@ def test_closed_pools_leave_no_process() -> None:
             os.kill(pid, 0)
 
 
-def test_interrupting_the_caller_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    with WorkerPool(1, setup=BARE) as pool:
+def test_interrupting_the_caller_ends_the_workers(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    with WorkerPool(1, setup=BARE, launcher=launcher) as pool:
         [(*_, pid)] = pool.run(job_identity)
 
         def interrupted(*args: object, **kwargs: object) -> None:
@@ -242,9 +246,11 @@ def test_interrupting_the_caller_ends_the_workers(monkeypatch: pytest.MonkeyPatc
         assert pool.run(job_add, left=1, right=1) == [2]
 
 
-def test_pool_set_keeps_one_pool_for_each_size_and_set_up() -> None:
+def test_pool_set_keeps_one_pool_for_each_size_set_up_and_launcher() -> None:
     pools = PoolSet()
     assert pools(2, setup=BARE) is pools(2, setup=BARE)
+    assert pools(2, launcher=Mpirun()) is pools(2, launcher=Mpirun())
+    assert pools(2, launcher=Mpirun()) is not pools(2, launcher=Mpirun(queued=True))
     assert pools(2, setup=BARE) is not pools(1, setup=BARE)
     assert pools(2, setup=BARE) is not pools(2)
     pools.close()

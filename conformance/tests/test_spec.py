@@ -73,9 +73,10 @@ def test_adapters_are_found_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> N
         name="mine", value="hpcompat_conformance.adapters.torch_fsdp2:ADAPTER", group=impl.ENTRY_POINT_GROUP
     )
     monkeypatch.setattr(impl, "entry_points", lambda **selection: EntryPoints([point]).select(**selection))
-    assert adapter_names() == ["hpcompat-torch", "mine", "torch-fsdp2"]
+    names = ["hpcompat-mindspore", "hpcompat-torch", "mine", "torch-fsdp2"]
+    assert adapter_names() == names
     assert adapter_named("mine").load == "hpcompat_conformance.adapters.torch_fsdp2:load"
-    with pytest.raises(ValueError, match="out of hpcompat-torch, mine, torch-fsdp2, but got 'yours'"):
+    with pytest.raises(ValueError, match=f"out of {', '.join(names)}, but got 'yours'"):
         adapter_named("yours")
 
 

@@ -10,7 +10,7 @@ from hpcompat_conformance.impl import adapter_named
 from hpcompat_conformance.results import BAD_KINDS
 
 
-@pytest.mark.parametrize("implementation", ["torch-fsdp2", "hpcompat-torch"])
+@pytest.mark.parametrize("implementation", ["torch-fsdp2", "hpcompat-torch", "hpcompat-mindspore"])
 def test_everything_ends_as_expected(implementation: str) -> None:
     adapter = adapter_named(implementation)
     missing = adapter.missing()

@@ -19,6 +19,7 @@ __all__ = ["main"]
 COMMANDS = {
     "launch": "start a training script on N processes",
     "info": "show versions, devices, backends and their capabilities",
+    "trace": "look at what hpcompat.trace recorded",
     "conformance": "run the conformance suite on an implementation",
 }
 # What the extra `cli` brings; a command that needs more reports that itself.

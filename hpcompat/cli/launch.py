@@ -73,6 +73,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         command = mpirun_command(args)
         environment = {**mpi_environment(), **environment}
+        if not sys.stdout.isatty():
+            # mpirun gives the ranks a terminal even then; colours and moves of the cursor would fill the file.
+            environment["TERM"] = "dumb"
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], command, environment)

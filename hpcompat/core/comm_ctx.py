@@ -16,13 +16,22 @@ copy overlaps the next collective without both using one block of memory.
 A reduction's output is allocated on the reduce stream. Where an all-reduce or a hook then uses it on another stream,
 dropping it would let the next reduction write into it too early, so it is kept until the end of the last backward or
 the group's next reduction, and is waited for there.
+
+[Note: catching up]
+Ranks meet in collectives in the order in which they issue them. A rank that failed in the middle of a step has issued
+the first of them and owes the others the rest. So it runs the step once more, on anything that passes the same
+collectives: those it has taken part in already give zeros without communication, the rest are real. What comes out is
+worth nothing and is dropped by all ranks.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from hpcompat.core import events
 from hpcompat.core.states import TrainingState
 
 if TYPE_CHECKING:
@@ -66,9 +75,12 @@ class CommContext:
         self.max_input_buffers = 1
         # One entry per forward of a group, in order; backward prefetch walks it from the end.
         self.post_forward_order: list[ParamGroup] = []
+        # [Note: catching up] How many collectives were issued, and the most that this rank has taken part in.
+        self._num_issued = 0
+        self._num_taken_part = 0
         self._is_initialized = False
         self._held_gather: tuple[Gather, Any] | None = None
-        self._reductions: deque[Reduction] = deque()
+        self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
         self._post_reduce_events: dict[Any, Any] = {}
         # [Note: kept outputs]
         self._kept: dict[ParamGroup, Reduction] = {}
@@ -84,6 +96,43 @@ class CommContext:
         self.gather_stream = streams.create(high_priority=True)
         self.reduce_stream = streams.create(high_priority=True)
         self.all_reduce_stream = streams.create(high_priority=False)
+
+    # Order of collectives
+
+    @property
+    def num_issued(self) -> int:
+        """Gathers and reductions so far. The same on all ranks whenever they have come equally far."""
+        return self._num_issued
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether the next collective is a real one. [Note: catching up]"""
+        return self._num_issued == self._num_taken_part
+
+    def count_issued(self) -> None:
+        if self._num_issued == self._num_taken_part:
+            self._num_taken_part += 1
+        self._num_issued += 1
+
+    @contextmanager
+    def catching_up(self, start: int) -> Iterator[None]:
+        """Repeat what was issued after the first ``start`` collectives. [Note: catching up]"""
+        if not 0 <= start <= self._num_taken_part:
+            raise ValueError(
+                f"expected where a step of this model began, between 0 and {self._num_taken_part}, but got {start!r}; "
+                "pass what begin_step returned"
+            )
+        self._num_issued = start
+        try:
+            yield
+            if self._num_issued < self._num_taken_part:
+                raise RuntimeError(
+                    f"expected to issue the {self._num_taken_part - start} collectives again that this rank had "
+                    f"issued before it failed, but got {self._num_issued - start}; run the whole step, with as many "
+                    "microbatches, in the same way"
+                )
+        finally:
+            self._num_issued = self._num_taken_part
 
     # Gathers
 
@@ -115,7 +164,9 @@ class CommContext:
 
     def submit(self, group: ParamGroup, reduction: Reduction) -> None:
         """Queue a reduction of ``group`` whose collective has been issued."""
-        self._reductions.append(reduction)
+        if events.observers:
+            events.observe("reduce_issued", group, reduction=reduction)
+        self._reductions.append((group, reduction))
         if self.has_streams:
             reduction.complete()
             self._post_reduce_events[reduction.post_stream] = reduction.post_event
@@ -125,12 +176,12 @@ class CommContext:
     def make_room(self) -> None:
         """Retire the oldest reductions until one more may keep its input."""
         while len(self._reductions) >= self.max_input_buffers:
-            self._retire(self._reductions.popleft())
+            self._retire(*self._reductions.popleft())
 
     def finish(self) -> None:
         """End of backward: every gradient is on its shard when the current stream (or the caller) goes on."""
         while self._reductions:
-            self._retire(self._reductions.popleft())
+            self._retire(*self._reductions.popleft())
         self._wait_for_post_reduce_events()
 
     def end_backward(self, *, is_last: bool) -> None:
@@ -142,11 +193,19 @@ class CommContext:
 
     def reset(self) -> None:
         """After an exception: wait for what is in flight and forget it."""
+        self.post_forward_order.clear()
         self.release_held_gather()
         while self._reductions:
-            self._reductions.popleft().abandon()
+            group, reduction = self._reductions.popleft()
+            reduction.abandon()
+            if events.observers:
+                events.observe("reduce_abandoned", group, reduction=reduction)
         self._wait_for_post_reduce_events()
-        self.post_forward_order.clear()
+        if self.has_streams:
+            # What was launched just before the exception may be on no list yet.
+            current = self.streams.current()
+            for stream in (self.copy_in_stream, self.gather_stream, self.reduce_stream, self.all_reduce_stream):
+                current.wait_stream(stream)
 
     def _keep(self, group: ParamGroup, reduction: Reduction) -> None:
         """[Note: kept outputs]"""
@@ -155,9 +214,13 @@ class CommContext:
             self.streams.current().wait_event(previous.post_event)
         self._kept[group] = reduction
 
-    def _retire(self, reduction: Reduction) -> None:
+    def _retire(self, group: ParamGroup, reduction: Reduction) -> None:
+        if events.observers:
+            events.observe("reduce_wait", group, reduction=reduction)
         reduction.complete()
         reduction.release_input()
+        if events.observers:
+            events.observe("reduced", group, reduction=reduction)
 
     def _wait_for_post_reduce_events(self) -> None:
         if self._post_reduce_events:

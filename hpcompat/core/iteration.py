@@ -30,7 +30,7 @@ class Iteration:
     def final_callback(self) -> None:
         """End of a backward: every unit has reduced, and after the last one nothing is pending (clause 9)."""
         if events.listeners:
-            events.emit("final_callback", "", TrainingState.POST_BACKWARD)
+            events.emit("final_callback", "", TrainingState.POST_BACKWARD, source=self.units[0] if self.units else None)
         self.final_callback_queued = False
         self.forward_root = None
         for unit in self.units:

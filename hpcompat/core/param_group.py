@@ -127,7 +127,7 @@ class ParamGroup:
         if not self.unshard_in_backward and self.training_state is TrainingState.PRE_BACKWARD:
             return
         if events.listeners:
-            events.emit("unshard", self.fqn, self.training_state)
+            events.emit("unshard", self.fqn, self.training_state, source=self)
         ctx = self.comm_ctx
         if self._post_forward_event is not None:
             ctx.make_gathers_wait(self._post_forward_event)
@@ -138,9 +138,19 @@ class ParamGroup:
         issue_async = async_op or (not ctx.has_streams and self.all_gather_comm is None)
         self._gather = self.tensors.all_gather(
             GatherRequest(
-                self.sharded_state, group, world_size, copy_in_stream, gather_stream, self.all_gather_comm, issue_async
+                self.sharded_state,
+                group,
+                world_size,
+                copy_in_stream,
+                gather_stream,
+                self.all_gather_comm,
+                issue_async,
+                ctx.takes_part,
             )
         )
+        ctx.count_issued()
+        if events.observers:
+            events.observe("gather_issued", self)
 
     def wait_for_unshard(self) -> None:
         """Finish the pending gather and register the unsharded parameters; without one, do nothing."""
@@ -148,7 +158,7 @@ class ParamGroup:
         if gather is None:
             return
         if events.listeners:
-            events.emit("wait_for_unshard", self.fqn, self.training_state)
+            events.emit("wait_for_unshard", self.fqn, self.training_state, source=self)
         ctx = self.comm_ctx
         in_forward = self.training_state is TrainingState.FORWARD
         if in_forward:
@@ -157,6 +167,8 @@ class ParamGroup:
         self.tensors.to_unsharded()
         self.sharded_state = ShardedState.UNSHARDED
         self._gather = None
+        if events.observers:
+            events.observe("unsharded", self)
         if not ctx.has_streams:
             return
         event = ctx.streams.current().record_event()
@@ -179,7 +191,7 @@ class ParamGroup:
     def to_sharded(self) -> None:
         if self.sharded_state is not ShardedState.SHARDED:
             if events.listeners:
-                events.emit("reshard", self.fqn, self.training_state)
+                events.emit("reshard", self.fqn, self.training_state, source=self)
             self.tensors.to_sharded()
             self.sharded_state = ShardedState.SHARDED
 
@@ -187,7 +199,7 @@ class ParamGroup:
         if self.sharded_state is not ShardedState.UNSHARDED:
             return
         if events.listeners:
-            events.emit("reshard_post_forward", self.fqn, self.training_state)
+            events.emit("reshard_post_forward", self.fqn, self.training_state, source=self)
         self.tensors.to_sharded_post_forward(target)
         self.sharded_state = ShardedState.SHARDED_POST_FORWARD
         if self.comm_ctx.has_streams:
@@ -229,7 +241,7 @@ class ParamGroup:
     def post_backward(self) -> None:
         """Free the parameters and reduce what gradients there are; does nothing harmful if there are none."""
         if events.listeners:
-            events.emit("post_backward", self.fqn, self.training_state)
+            events.emit("post_backward", self.fqn, self.training_state, source=self)
         ran_in_part = self._num_modules > 1 and self.training_state is TrainingState.FORWARD
         self.training_state = TrainingState.POST_BACKWARD
         tensors = self.tensors
@@ -254,7 +266,7 @@ class ParamGroup:
 
     def _reduce(self, bucket: GradientBucket) -> None:
         if events.listeners:
-            events.emit("reduce", self.fqn, self.training_state)
+            events.emit("reduce", self.fqn, self.training_state, source=self)
         ctx = self.comm_ctx
         info = self.mesh_info
         scatter_group = None
@@ -264,24 +276,24 @@ class ParamGroup:
         all_reduce_stream: Any = ctx.all_reduce_stream
         if all_reduce_group is None and self.all_reduce_hook_stream is not None:
             all_reduce_stream = self.all_reduce_hook_stream
-        ctx.submit(
-            self,
-            self.tensors.start_reduce(
-                bucket,
-                ReduceRequest(
-                    scatter_group,
-                    self.shard_world_size,
-                    all_reduce_group,
-                    self.all_reduce_grads,
-                    self._plan(bucket.overflow_risk),
-                    self.gradient_scaling_factor,
-                    self.reduce_scatter_comm,
-                    self.all_reduce_hook,
-                    ctx.reduce_stream,
-                    all_reduce_stream,
-                ),
+        reduction = self.tensors.start_reduce(
+            bucket,
+            ReduceRequest(
+                scatter_group,
+                self.shard_world_size,
+                all_reduce_group,
+                self.all_reduce_grads,
+                self._plan(bucket.overflow_risk),
+                self.gradient_scaling_factor,
+                self.reduce_scatter_comm,
+                self.all_reduce_hook,
+                ctx.reduce_stream,
+                all_reduce_stream,
+                ctx.takes_part,
             ),
         )
+        ctx.count_issued()
+        ctx.submit(self, reduction)
 
     def _plan(self, overflow_risk: bool) -> DividePlan:
         plan = self._plans.get(overflow_risk)
@@ -323,9 +335,11 @@ class ParamGroup:
 
     def drop_gather(self) -> None:
         """Wait for a gather that nobody used (a prefetch that guessed wrong) and drop it."""
-        if self._gather is not None:
-            self._gather.wait()
-            self._gather = None
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            gather.wait()
+            if events.observers:
+                events.observe("gather_dropped", self)
 
     def reset_iter_state(self) -> None:
         """Back to a clean, sharded, idle group without pending gradients (clause 13; public report A43)."""
@@ -340,3 +354,5 @@ class ParamGroup:
         # Even if the state says so already: the exception may have come between a registration and its record.
         self.tensors.to_sharded()
         self.sharded_state = ShardedState.SHARDED
+        if events.observers:
+            events.observe("reset", self)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def prefetch(group: ParamGroup, state: TrainingState) -> None:
     """Issue the gather of ``group`` as if it were in ``state``."""
     if events.listeners:
-        events.emit("prefetch", group.fqn, state)
+        events.emit("prefetch", group.fqn, state, source=group)
     kept = group.training_state
     group.training_state = state
     try:

@@ -80,7 +80,7 @@ class Unit:
     def pre_forward(self, index: int = 0) -> ForwardEntry:
         """Before forward of member ``index``: gather, wait, prefetch (FSDP2 clause 8)."""
         if events.listeners:
-            events.emit("pre_forward", self.fqn, self.training_state)
+            events.emit("pre_forward", self.fqn, self.training_state, source=self)
         if self.training_state is TrainingState.PRE_BACKWARD:
             self._ensure_unsharded()
             return ForwardEntry.RECOMPUTE
@@ -125,7 +125,7 @@ class Unit:
         self._to_run.clear()
         self.training_state = TrainingState.IDLE
         if events.listeners:
-            events.emit("post_forward", self.fqn, self.training_state)
+            events.emit("post_forward", self.fqn, self.training_state, source=self)
 
     def _complete_partial_units(self, *, in_backward: bool) -> list[Unit]:
         # Deepest first, as forward would have unwound them.
@@ -162,7 +162,7 @@ class Unit:
     def pre_backward(self) -> None:
         """At the first gradient of an output: gather again, and prefetch what backward needs next (clause 9)."""
         if events.listeners:
-            events.emit("pre_backward", self.fqn, self.training_state)
+            events.emit("pre_backward", self.fqn, self.training_state, source=self)
         self.training_state = TrainingState.PRE_BACKWARD
         iteration = self.iteration
         if not iteration.final_callback_queued:
@@ -188,3 +188,5 @@ class Unit:
         self.training_state = TrainingState.IDLE
         for group in self.groups:
             group.reset_iter_state()
+        if events.observers:
+            events.observe("reset", self)

@@ -226,7 +226,13 @@ def test_reset_abandons_what_is_in_flight(streams: RecordingStreams, ctx: CommCo
     ctx.post_forward_order.append(object())
     ctx.reset()
     assert log == ["complete a", "abandon a"]
-    assert streams.take_log() == ["copy-in waits for copy", "gather waits for copy", "current waits for end of a"]
+    everything = [f"current waits for {stream}" for stream in ("copy-in", "gather", "reduce", "all-reduce")]
+    assert streams.take_log() == [
+        "copy-in waits for copy",
+        "gather waits for copy",
+        "current waits for end of a",
+        *everything,
+    ]
     assert ctx.post_forward_order == []
     ctx.end_backward(is_last=True)
     assert log == ["complete a", "abandon a"]

@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "hpcompat"
 CLI = LIBRARY / "cli"
-# What the extra `cli` declares in pyproject.toml.
-CLI_PACKAGES = {"rich"}
+# What the extras `cli` and `trace` declare in pyproject.toml.
+CLI_PACKAGES = {"matplotlib", "rich"}
 BACKEND_MODULE = re.compile(r"\bhpcompat_(?:torch|mindspore)\b")
 DYNAMIC_IMPORTS = {"import_module", "__import__"}
 

@@ -56,7 +56,7 @@ def test_policy(policy: str, pp_enabled: bool, expected: bool) -> None:
 
 
 def test_unknown_policy() -> None:
-    with pytest.raises(ValueError, match="expected reshard_after_forward_policy to be one of .*, but got 'sometimes'"):
+    with pytest.raises(ValueError, match=r"expected reshard_after_forward_policy to be one of .*, but got 'sometimes'"):
         recipes.get_fsdp_reshard_after_forward_policy("sometimes", False)
 
 

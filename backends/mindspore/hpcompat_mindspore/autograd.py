@@ -210,7 +210,7 @@ def enable_backward_compat() -> None:
     if not hasattr(Tensor, "backward"):
         Tensor.backward = _tensor_backward
     if not hasattr(Parameter, "grad"):
-        Parameter.grad = property(_get_grad, _set_grad)
+        Parameter.grad = property(get_gradient, set_gradient)
 
 
 def disable_backward_compat() -> None:
@@ -226,12 +226,13 @@ def _tensor_backward(tensor: Tensor, gradient: Tensor | None = None, retain_grap
     backward(tensor, gradient, retain_graph=retain_graph)
 
 
-def _get_grad(parameter: Parameter) -> Tensor | None:
+def get_gradient(parameter: Parameter) -> Tensor | None:
+    """``parameter.grad``, whether or not the class has that property; of a plain parameter, the engine's."""
     own = vars(parameter)
     return own.get("grad", parameter._grad)  # type: ignore[no-any-return]
 
 
-def _set_grad(parameter: Parameter, value: Tensor | None) -> None:
+def set_gradient(parameter: Parameter, value: Tensor | None) -> None:
     own = vars(parameter)
     if "grad" in own:
         own["grad"] = value

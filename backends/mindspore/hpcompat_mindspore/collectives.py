@@ -103,6 +103,9 @@ class ReductionInFlight:
     def _reduce_scatter(self) -> None:
         request, memory = self.request, self._memory
         numel = self._output.size // request.shard_world_size
+        if not request.takes_part:
+            self._output = memory.zeros((numel,), self._dtype)
+            return
         if request.comm is None:
             self._output = memory.empty(numel, self._dtype)
             self._work = reduce_scatter(
@@ -123,7 +126,9 @@ class ReductionInFlight:
             if param.partial_grad is not None:
                 self._output = self._memory.add_at(self._output, start, param.partial_grad)
                 param.partial_grad = None
-        self._work = all_reduce(self._output, group=self.request.all_reduce_group, op=self.request.plan.all_reduce_op)
+        request = self.request
+        if request.takes_part:
+            self._work = all_reduce(self._output, group=request.all_reduce_group, op=request.plan.all_reduce_op)
 
     def _keep_partial(self) -> None:
         """HSDP without all-reduce: the sum over the shard group waits for a later backward, in the reduce dtype."""

@@ -15,6 +15,7 @@ shows may change only when the queue is empty: without that, gradients were wron
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import mindspore
@@ -139,12 +140,21 @@ class GroupTensors:
 
     # Gather
 
+    @property
+    def unsharded_bytes(self) -> int:
+        return sum(prod(param.layout.shape) * numpy_dtype(param.param_dtype).itemsize for param in self.params)
+
     def all_gather(self, request: GatherRequest) -> GatherInFlight:
         source, world_size = request.source, request.world_size
         if source is ShardedState.SHARDED:
             self.rebind()
         if world_size == 1:
             return GatherInFlight(None, source=source, world_size=1)
+        if not request.takes_part:
+            numel = self._copy_in(source).size * world_size
+            return GatherInFlight(
+                self._memory.zeros((numel,), self._gather_dtype), source=source, world_size=world_size
+            )
         if request.comm is not None:
             return self._gather_with(request.comm, request)
         input = self._copy_in(source)

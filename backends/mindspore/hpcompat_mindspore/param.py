@@ -123,6 +123,11 @@ class ShardedParam:
         self.whole_data = self.slice_data = None
         self._shard_address = 0 if self.is_meta else self._shard.data_ptr()
 
+    @property
+    def shard(self) -> Tensor:
+        """The shard as a tensor, whatever the parameter shows."""
+        return self.parameter if self.shown is Shown.SHARD else self._shard
+
     def padded_shard(self) -> Buffer:
         """The shard as it is now, flat, padded."""
         return self.memory.pad(self.memory.read(self.parameter).reshape(-1), self.padded_numel)

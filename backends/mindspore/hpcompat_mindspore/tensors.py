@@ -122,7 +122,8 @@ class HostMemory:
         if buffer.size == numel:
             return buffer
         padded = np.zeros(numel, buffer.dtype)
-        padded[: buffer.size] = buffer
+        if buffer.size:  # no elements of MindSpore's bfloat16 crash the process
+            padded[: buffer.size] = buffer
         return padded
 
     def cast(self, buffer: Buffer, dtype: Any) -> Buffer:

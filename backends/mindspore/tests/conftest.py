@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from mpi_pool import MpiPool, Ranks
+from hpcompat_conformance.adapters.hpcompat_mindspore import ADAPTER
+from hpcompat_conformance.mpirun import Mpirun
+from hpcompat_conformance.pool import PoolSet, WorkerPool
+from hpcompat_conformance.pytest_plugin import Ranks
+from hpcompat_conformance.pytest_plugin import pool as pool
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    """``ranks(world_size)`` is a pool of that many ranks, always the same one; ``queued``: see `MpiPool`."""
-    pools: dict[tuple[int, bool], MpiPool] = {}
+def ranks(pool: PoolSet) -> Ranks:
+    """``ranks(world_size)`` is a pool of that many ranks, always the same one; ``queued``: see `Mpirun`."""
 
-    def pool_of(world_size: int, *, queued: bool = False) -> MpiPool:
-        key = (world_size, queued)
-        if key not in pools:
-            pools[key] = MpiPool(world_size, queued=queued)
-        return pools[key]
+    def pool_of(world_size: int, *, queued: bool = False) -> WorkerPool:
+        return pool(world_size, setup=ADAPTER.worker_setup, launcher=Mpirun(queued=queued))
 
-    yield pool_of
-    for pool in pools.values():
-        pool.close()
+    return pool_of

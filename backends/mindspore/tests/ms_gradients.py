@@ -11,8 +11,8 @@ from mindspore import Tensor
 
 import hpcompat
 from hpcompat import MixedPrecisionPolicy
+from hpcompat_conformance.on_mindspore.framework import MindSporeFramework
 from hpcompat_mindspore import autograd
-from ms_framework import MindSporeFramework
 from ms_models import NUM_OUT, Block, ElementwiseNet, Net, batch, initialize, loss_of, named
 from ms_truth import (
     assert_close,

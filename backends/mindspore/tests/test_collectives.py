@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpi_pool import Ranks
+from hpcompat_conformance.pytest_plugin import Ranks
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

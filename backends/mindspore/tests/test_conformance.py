@@ -1,30 +1,29 @@
-"""The conformance suite's cases on MindSpore."""
+"""The conformance suite on MindSpore, as a user runs it: every case passes, or is skipped for what MindSpore lacks."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
-from hpcompat_conformance import execute
-from hpcompat_conformance.case import Case, all_cases
-from hpcompat_conformance.reference import refer
-from hpcompat_conformance.runner import DEFAULT_SEED
-from mpi_pool import Ranks
+from hpcompat_conformance import runner
+from hpcompat_conformance.case import all_cases
+from hpcompat_conformance.impl import adapter_named
+from hpcompat_conformance.results import Result
 
-CASES = [(case, num_ranks) for case in all_cases() for num_ranks in case.procs]
+CASES = [(case.id, procs) for case in all_cases() for procs in case.procs]
 
 
-@pytest.mark.parametrize(
-    ("case", "num_ranks"),
-    sorted(CASES, key=lambda pair: pair[1]),
-    ids=lambda value: value.id if isinstance(value, Case) else str(value),
-)
-def test_case(ranks: Ranks, case: Case, num_ranks: int) -> None:
-    outcomes = ranks(num_ranks).run(
-        execute.execute,
-        case=case.reference,
-        requires=case.requires,
-        load=refer("ms_framework:load"),
-        seed=DEFAULT_SEED,
-    )
-    if isinstance(outcomes[0], execute.Skipped):
-        pytest.skip(f"MindSpore on the CPU lacks {outcomes[0].capability}")
+@cache
+def results(procs: int) -> dict[str, Result]:
+    """What came of all cases on that many processes, by id."""
+    plan = runner.Plan(adapter_named("hpcompat-mindspore"), all_cases(), procs=(procs,))
+    return {result.id: result for result in runner.run(plan).results}
+
+
+@pytest.mark.parametrize(("case", "procs"), sorted(CASES, key=lambda pair: pair[1]))
+def test_case(case: str, procs: int) -> None:
+    result = results(procs)[case]
+    if result.result == "skip":
+        pytest.skip(f"MindSpore on the CPU has {result.message}")
+    assert result.result == "pass", result.message

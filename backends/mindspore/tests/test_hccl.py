@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mpi_pool import Ranks
+from hpcompat_conformance.pytest_plugin import Ranks
 
 JOBS: list[tuple[str, int, dict[str, Any]]] = [
     ("training", 2, {"shape": (2,)}),

@@ -7,7 +7,7 @@ from typing import Any
 import mindspore
 import pytest
 
-from mpi_pool import Ranks
+from hpcompat_conformance.pytest_plugin import Ranks
 from ms_neutral import draw, model
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mpi_pool import Ranks
+from hpcompat_conformance.pytest_plugin import Ranks
 
 SCENARIOS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "plain": ("ms_modules:plain", {}, (1, 2, 4)),

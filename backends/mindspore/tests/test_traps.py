@@ -13,8 +13,8 @@ import pytest
 
 import hpcompat_mindspore
 from hpcompat import CapabilityError
+from hpcompat_conformance.pytest_plugin import Ranks
 from hpcompat_mindspore import probe
-from mpi_pool import Ranks
 
 JOBS = [
     ("accumulation_into_views", {"sync": False}),

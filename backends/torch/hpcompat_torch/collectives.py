@@ -117,6 +117,9 @@ class ReductionInFlight:
 
     def _reduce_scatter(self, *, async_op: bool) -> Any:
         request, plan = self.request, self.request.plan
+        if not request.takes_part:
+            self.output.zero_()
+            return None
         op = reduce_op(plan.scatter_op, plan.premul)
         if request.comm is None:
             return reduce_scatter(self.output, self.input, group=request.scatter_group, op=op, async_op=async_op)  # type: ignore[arg-type]
@@ -137,7 +140,8 @@ class ReductionInFlight:
             self.post_stream.wait_stream(request.reduce_stream)
         with on_stream(self.post_stream, self.output.device):
             op = reduce_op(request.plan.all_reduce_op)
-            self.work = dist.all_reduce(self.output, group=request.all_reduce_group, op=op, async_op=async_op)
+            if request.takes_part:
+                self.work = dist.all_reduce(self.output, group=request.all_reduce_group, op=op, async_op=async_op)
 
     def _keep_partial(self) -> None:
         """HSDP without all-reduce: the sum over the shard group waits for a later backward, in the reduce dtype."""

@@ -180,6 +180,10 @@ class GroupTensors:
 
     # Unsharded parameters
 
+    @property
+    def unsharded_bytes(self) -> int:
+        return sum(prod(param.layout.shape) * param.param_dtype.itemsize for param in self.params)
+
     def _make_unsharded(self) -> None:
         """Lay the unsharded parameters out in one storage, on the first gather. [Note: one storage, many version
         counters]
@@ -193,8 +197,9 @@ class GroupTensors:
                 data = self._view(param, start, param.layout.shape)
                 if param.spec.unsharded is not None:
                     data = make_dtensor(data, spec_with_dtype(param.spec.unsharded, param.param_dtype))
-                param.unsharded_param = nn.Parameter(data, requires_grad=param.sharded_param.requires_grad)
-                setattr(param.unsharded_param, REPLACED, param.name)
+                param.unsharded_param = param.stand_in(
+                    nn.Parameter(data, requires_grad=param.sharded_param.requires_grad)
+                )
 
     def _unsharded_numel(self, param: ShardedParam) -> int:
         """Elements of the parameter with the padding of whichever gather pads it more."""
@@ -235,7 +240,10 @@ class GroupTensors:
         if request.gather_stream is not request.copy_in_stream:
             request.gather_stream.wait_stream(request.copy_in_stream)
         with on_stream(request.gather_stream, self._device):
-            if request.comm is None:
+            work = None
+            if not request.takes_part:
+                output.zero_()
+            elif request.comm is None:
                 work = all_gather(output, input, group=request.group, async_op=request.async_op)
             else:
                 work = request.comm(
@@ -346,7 +354,7 @@ class GroupTensors:
             kept = total[rank * size : (rank + 1) * size]
             piece[: kept.numel()].copy_(kept)
             param.post_forward_data = piece
-            param.post_forward_param = _post_forward_param(param, piece, mesh_info)
+            param.post_forward_param = param.stand_in(_post_forward_param(param, piece, mesh_info))
         for param in self.params:
             assert param.post_forward_param is not None
             param.register(param.post_forward_param)

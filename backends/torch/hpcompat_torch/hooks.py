@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hpcompat.core.states import ForwardEntry
 from hpcompat.core.unit import unit_of
 from hpcompat.errors import StateDictError
-from hpcompat_torch.param import ShardedParam
+from hpcompat_torch.param import ShardedParam, clear_gradient
 from hpcompat_torch.streams import has_streams
 from hpcompat_torch.tensors import cast_floating
 from hpcompat_torch.tree import hidden_tensor_owner, map_tensors, tensors_with_grad
@@ -206,10 +206,8 @@ class TorchModuleMixin:
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in _units_below(self):
             for group in unit.groups:
-                group.tensors.drop_gradients()
                 for param in group.tensors.params:  # type: ignore[attr-defined]
-                    if param.keeps_main_grad:
-                        param.sharded_param.main_grad = None
+                    clear_gradient(param.sharded_param, set_to_none=set_to_none)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As ``nn.Module.load_state_dict``; a value for a sharded parameter may be a DTensor of its mesh and

@@ -8,6 +8,7 @@ laid out together in :mod:`hpcompat_torch.group`; this file knows one parameter'
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 
 import torch
@@ -26,12 +27,43 @@ _uids = itertools.count()
 _UID = "_hpcompat_uid"
 # On an original parameter that a shard has replaced: its name. An optimizer that still holds it trains nothing.
 REPLACED = "_hpcompat_replaced"
+_owners: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 
 
 def uid_of(parameter: torch.Tensor) -> int:
     if not hasattr(parameter, _UID):
         setattr(parameter, _UID, next(_uids))
     return getattr(parameter, _UID)  # type: ignore[no-any-return]
+
+
+def owner_of(parameter: torch.Tensor) -> ShardedParam | None:
+    """What ``parameter`` is a representation of (original, sharded, unsharded), if ``fully_shard`` has taken it."""
+    uid = getattr(parameter, _UID, None)
+    return None if uid is None else _owners.get(uid)
+
+
+def clear_gradient(parameter: torch.Tensor, *, set_to_none: bool) -> None:
+    """Clear ``grad`` and ``main_grad``; of a parameter that ``fully_shard`` has taken those of its shard, and what
+    still waits for its reduction.
+    """
+    owner = owner_of(parameter)
+    if owner is not None:
+        owner.drop_gradients()
+        _clear(owner.sharded_param, set_to_none=set_to_none)
+    if owner is None or owner.sharded_param is not parameter:
+        _clear(parameter, set_to_none=set_to_none)
+
+
+def _clear(parameter: torch.Tensor, *, set_to_none: bool) -> None:
+    for name in ("grad", "main_grad"):
+        grad = getattr(parameter, name, None)
+        if grad is None:
+            continue
+        if set_to_none:
+            setattr(parameter, name, None)
+        else:
+            grad.detach_()
+            grad.zero_()
 
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -102,6 +134,13 @@ class ShardedParam:
             return
         self.sharded_param = nn.Parameter(make_dtensor(local, self.spec.sharded), requires_grad=self.requires_grad)
         setattr(self.sharded_param, _UID, self.uid)
+        _owners[self.uid] = self
+
+    def stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
+        """``parameter``, marked as registered in place of the shard for a while."""
+        setattr(parameter, _UID, self.uid)
+        setattr(parameter, REPLACED, self.name)
+        return parameter
 
     @property
     def local_shard(self) -> torch.Tensor:
@@ -123,6 +162,7 @@ class ShardedParam:
                     f"expected parameter {self.name!r} to stay a DTensor, but got {type(current).__name__}; assign a "
                     "DTensor with the sharded parameter's mesh and placements, or load with load_state_dict"
                 )
+            setattr(current, _UID, self.uid)
             self.sharded_param = current
             self.register(current)
         self.orig_dtype = self.local_shard.dtype

@@ -16,32 +16,37 @@ import pytest
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = ["--layers=2", "--width=32", "--seq-len=32", "--batch=4", "--steps=6", "--lr=1e-2"]
 HANG_SECONDS = 300
+OPTIONS = runpy.run_path(str(EXAMPLES / "options.py"))
 
-# Stands in for hpcompat: native FSDP2, but one weight of the root starts one unit in the last place higher.
-ONE_ULP_OFF = """
+# The example with one weight of the root one unit in the last place higher, in our training only.
+ONE_ULP_OFF = f"""
+import runpy, sys
 import torch
-from torch.distributed.fsdp import *
-from torch.distributed.fsdp import fully_shard as native_fully_shard
+import hpcompat
+
+original = hpcompat.fully_shard
 
 def fully_shard(module, **options):
     if hasattr(module, "norm"):
         weight = module.norm.weight.data
         weight[0] = torch.nextafter(weight[0], torch.tensor(2.0))
-    return native_fully_shard(module, **options)
+    return original(module, **options)
+
+hpcompat.fully_shard = fully_shard
+sys.path.insert(0, {str(EXAMPLES)!r})
+runpy.run_module("train_decoder", run_name="__main__")
 """
 
 
 def train(
-    *arguments: str, out: Path, num_ranks: int | None, python_path: Path | None = None
+    *arguments: str, out: Path, num_ranks: int | None, script: Path = EXAMPLES / "train_decoder.py"
 ) -> subprocess.CompletedProcess[str]:
     """Started by torchrun, or without a launcher when `num_ranks` is None."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
-    command = [sys.executable, *launcher, str(EXAMPLES / "train_decoder.py"), *SMALL, *arguments, "--out", str(out)]
+    command = [sys.executable, *launcher, str(script), *SMALL, *arguments, "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HPCOMPAT_BACKEND"):
         environment.pop(variable, None)
-    if python_path:
-        environment["PYTHONPATH"] = str(python_path)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
 
 
@@ -84,8 +89,9 @@ def test_without_a_launcher(tmp_path: Path) -> None:
 
 
 def test_one_ulp_in_one_weight_is_found(tmp_path: Path) -> None:
-    (tmp_path / "hpcompat.py").write_text(ONE_ULP_OFF)
-    done = train("--compare", "native", out=tmp_path, num_ranks=None, python_path=tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text(ONE_ULP_OFF)
+    done = train("--compare", "native", out=tmp_path, num_ranks=None, script=script)
     assert done.returncode == 1, done.stdout + done.stderr
     differences = json.loads((tmp_path / "losses.json").read_text())["differences"]
     assert all(differences[kind]["differing"] > 0 for kind in ("parameters", "gradients", "AdamW states"))
@@ -105,16 +111,59 @@ def test_hsdp_needs_an_even_number_of_ranks(tmp_path: Path) -> None:
         ("--heads 4 --kv-heads 3", "expected --heads to be a multiple of --kv-heads 3, but got 4"),
         ("--reshard maybe", "expected true, false, auto or a number of ranks, but got 'maybe'"),
         ("--steps 0", "expected a positive number, but got '0'"),
+        ("--backend jax", "argument --backend: invalid choice: 'jax'"),
+        ("--backend ms --compare native", "expected --backend torch with --compare native, but got mindspore"),
     ],
 )
 def test_options_are_checked(
     arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parse_options = runpy.run_path(str(EXAMPLES / "options.py"))["parse_options"]
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("HPCOMPAT_BACKEND", raising=False)
     with pytest.raises(SystemExit):
-        parse_options(arguments.split())
+        OPTIONS["parse_options"](arguments.split())
     assert message in capsys.readouterr().err
+
+
+def test_the_launcher_decides_the_backend(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HPCOMPAT_BACKEND", "ms")
+    assert OPTIONS["parse_options"]([]).backend == "mindspore"
+    with pytest.raises(SystemExit):
+        OPTIONS["parse_options"](["--backend", "torch"])
+    message = "expected --backend mindspore, which the ranks were launched for, but got torch"
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+class TestWeights:
+    """That the names and shapes are those of the decoders, the decoders check when they load them."""
+
+    @pytest.fixture(autouse=True)
+    def _load(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(EXAMPLES)
+        self.weights = runpy.run_path(str(EXAMPLES / "weights.py"))
+
+    def initial(self, **options: Any) -> dict[str, Any]:
+        return self.weights["initial_weights"](OPTIONS["Options"](**options))  # type: ignore[no-any-return]
+
+    def test_the_seed_alone_decides_the_values(self) -> None:
+        first, again, other = self.initial(), self.initial(), self.initial(seed=1)
+        assert all(array.dtype == np.float32 for array in first.values())
+        assert all(array.tobytes() == again[name].tobytes() for name, array in first.items())
+        matrices = [name for name, array in first.items() if array.ndim == 2]
+        assert all((first[name] != other[name]).any() for name in matrices)
+        assert all(0.019 < first[name].std() < 0.021 for name in matrices)
+        assert all((first[name] == 1).all() for name in first.keys() - matrices)
+
+    def test_a_tied_head_is_the_embedding(self) -> None:
+        tied = self.initial(tied=True)
+        assert tied["head.weight"] is tied["embedding.weight"]
+        assert tied.keys() == self.initial().keys()
+
+    def test_rotary_tables(self) -> None:
+        cos, sin = self.weights["rotary_tables"](OPTIONS["Options"](width=24, heads=4, seq_len=5))
+        assert cos.shape == sin.shape == (5, 3)
+        np.testing.assert_allclose(cos[4], [np.cos(4 / 10_000 ** (i / 6)) for i in (0, 2, 4)], rtol=1e-7)
+        np.testing.assert_allclose(cos**2 + sin**2, 1, rtol=1e-6)
 
 
 class TestCorpus:
@@ -182,3 +231,42 @@ class TestComparison:
         assert count([1.0, 2.0], [1.0, 2.0]) == (0, 2)
         assert count([1.0, 2.0], [1.0, 2.0000000000000004]) == (1, 2)
         assert count([1.0, 2.0], [1.0]) == (1, 2)
+
+    def test_relative_differences(self) -> None:
+        relative = self.comparison["relative_differences"]
+        assert relative([2.0, 3.0, -4.0], [2.0, 4.0, -3.0]) == [0.0, 0.25, 0.25]
+        assert relative([np.nan, 1.0, np.inf], [np.nan, np.inf, np.inf]) == [np.inf] * 3
+
+
+class TestCompareBackends:
+    def write(self, path: Path, *, losses: list[float], **run: Any) -> str:
+        described = {"backend": "torch", "steps": 3, "num_ranks": 2, "out": str(path.parent), **run}
+        path.write_text(json.dumps({"run": described, "ours": {"losses": losses}}))
+        return str(path)
+
+    def compare(self, *arguments: str, out: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(EXAMPLES / "compare_backends.py"), *arguments, "--out", str(out)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
+
+    def test_the_largest_difference_is_shown_and_limited(self, tmp_path: Path) -> None:
+        first = self.write(tmp_path / "a.json", losses=[8.0, 4.0, 2.0])
+        second = self.write(tmp_path / "b.json", losses=[8.0, 4.0004, 2.0], backend="mindspore", mesh="hsdp")
+        done = self.compare(first, second, out=tmp_path / "both")
+        assert done.returncode == 0, done.stderr
+        assert "largest relative difference in 3 steps: 1.00e-04, at step 2\n" in done.stdout
+        assert all(text in done.stdout for text in ("torch", "mindspore", "4.000400", "1.00e-04"))
+        assert (tmp_path / "both" / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert self.compare(first, second, "--max-relative-difference", "1.1e-4", out=tmp_path).returncode == 0
+        done = self.compare(first, second, "--max-relative-difference", "0.9e-4", out=tmp_path)
+        assert done.returncode == 1
+        assert "expected at most 9e-05 in 3 steps" in done.stdout
+        done = self.compare(first, second, "--max-relative-difference", "0.9e-4", "--checked-steps", "1", out=tmp_path)
+        assert done.returncode == 0
+        assert "largest relative difference in 1 steps: 0.00e+00, at step 1\n" in done.stdout
+
+    def test_other_trainings_are_refused(self, tmp_path: Path) -> None:
+        first = self.write(tmp_path / "a.json", losses=[8.0, 4.0, 2.0])
+        second = self.write(tmp_path / "b.json", losses=[8.0, 4.0, 2.0], num_ranks=1)
+        done = self.compare(first, second, out=tmp_path)
+        assert done.returncode == 2
+        assert "expected two runs of the same training, but got {'num_ranks': (2, 1)}" in done.stderr

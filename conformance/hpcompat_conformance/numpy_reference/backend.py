@@ -14,7 +14,7 @@ from hpcompat_conformance.numpy_reference import collectives, hooks, tape
 from hpcompat_conformance.numpy_reference.group import GroupTensors
 from hpcompat_conformance.numpy_reference.mesh import DeviceMesh, init_device_mesh, submesh
 from hpcompat_conformance.numpy_reference.module import Buffer, Module, Parameter
-from hpcompat_conformance.numpy_reference.world import Group
+from hpcompat_conformance.numpy_reference.world import Group, current_rank
 
 if TYPE_CHECKING:
     from hpcompat.backend import Streams, WrapSpec
@@ -27,17 +27,31 @@ class ModuleMixin:
     """What wrapped modules do differently from others: here nothing."""
 
 
+class Ranks:
+    """Of :class:`hpcompat.distributed.Distributed` what may be asked about a model that exists."""
+
+    def get_rank(self, group: Group | None) -> int:
+        return current_rank().number if group is None else group.index
+
+    def get_world_size(self, group: Group | None) -> int:
+        return current_rank().world.size if group is None else group.size
+
+
 class NumpyBackend:
     """Implements :class:`hpcompat.backend.Backend`. ``device_streams`` stand in for those of an accelerator."""
 
     name = "numpy"
     module_mixin = ModuleMixin
+    distributed = Ranks()
 
     def __init__(self, device_streams: Streams | None = None) -> None:
         self.device_streams: Streams = device_streams or NullStreams()
 
-    def owns(self, module: object) -> bool:
-        return isinstance(module, Module)
+    def owns(self, value: object) -> bool:
+        return isinstance(value, Module)
+
+    def is_module(self, value: object) -> bool:
+        return isinstance(value, Module)
 
     def probe(self) -> dict[str, object]:
         return {"versions": {"numpy": np.__version__}, "devices": ["numpy"], "capabilities": {}}

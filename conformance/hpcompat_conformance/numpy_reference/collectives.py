@@ -93,9 +93,15 @@ class GatherInFlight:
         rows = flat.reshape(request.world_size, shard.size)
         rows[request.group.index] = shard
         request.gather_stream.wait_stream(request.copy_in_stream)
-        self._work = comm(
-            output_tensor=flat, input_tensor=rows[request.group.index], group=request.group, async_op=request.async_op
-        )
+        if request.takes_part:
+            self._work = comm(
+                output_tensor=flat,
+                input_tensor=rows[request.group.index],
+                group=request.group,
+                async_op=request.async_op,
+            )
+        else:
+            flat[...] = 0
         return rows
 
     def wait(self) -> None:
@@ -133,6 +139,9 @@ class ReductionInFlight:
         request = self._request
         comm = request.comm or ReduceScatter()
         self._output = comm.allocate((flat.size // request.shard_world_size,), dtype=flat.dtype, device="numpy")
+        if not request.takes_part:
+            self._output[...] = 0
+            return
         call = functools.partial(comm, async_op=True) if request.comm is None else comm
         op = Reduce(request.plan.scatter_op, request.plan.premul)
         self._work = call(output_tensor=self._output, input_tensor=flat, group=request.scatter_group, op=op)
@@ -143,7 +152,9 @@ class ReductionInFlight:
             piece += 0 if param.partial_grad is None else param.partial_grad
             param.partial_grad = None
         self._move_to(self._request.all_reduce_stream)
-        self._work = all_reduce(self._output, self._request.all_reduce_group, Reduce(self._request.plan.all_reduce_op))
+        if self._request.takes_part:
+            op = Reduce(self._request.plan.all_reduce_op)
+            self._work = all_reduce(self._output, self._request.all_reduce_group, op)
 
     def _keep_partial(self) -> None:
         """HSDP without all-reduce: the sum over the shards waits for a later backward to take it along."""

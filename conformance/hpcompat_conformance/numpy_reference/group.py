@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,6 +63,10 @@ class GroupTensors:
             param.register(param.sharded)
 
     # Parameters
+
+    @property
+    def unsharded_bytes(self) -> int:
+        return sum(prod(param.layout.shape) * int(param.param_dtype.itemsize) for param in self.params)
 
     def all_gather(self, request: GatherRequest) -> GatherInFlight:
         shard = np.concatenate([self._sent(param, request.source) for param in self.params])

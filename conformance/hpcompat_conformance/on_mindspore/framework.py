@@ -1,25 +1,25 @@
-"""`hpcompat_conformance.framework.Framework` for MindSpore on the CPU, and hpcompat on it as an implementation."""
+"""`hpcompat_conformance.framework.Framework` for MindSpore on the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn
 
 import hpcompat
 from hpcompat_conformance.framework import Array, Collective, Optimizer
-from hpcompat_conformance.impl import Implementation, api_capabilities
+from hpcompat_conformance.on_mindspore import collectives, models
+from hpcompat_conformance.on_mindspore.names import dtype_name, dtype_named
 from hpcompat_conformance.recipes import Recipe
-from hpcompat_mindspore import autograd, collectives
+from hpcompat_mindspore import autograd, optim
 from hpcompat_mindspore.mesh import DeviceMesh, init_device_mesh
+from hpcompat_mindspore.optimizer import gradient_of
 from hpcompat_mindspore.param import Shown, full_tensor, param_of
-from ms_recipes import build, dtype_name
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class MindSporeFramework:
         return {"mindspore": mindspore.__version__, "numpy": np.__version__}
 
     def dtype(self, name: str) -> Any:
-        return getattr(mindspore, name)
+        return dtype_named(name)
 
     def dtype_of(self, tensor: Tensor | Gradient) -> str:
         return dtype_name(tensor.tensor.dtype if isinstance(tensor, Gradient) else tensor.dtype)
@@ -48,7 +48,7 @@ class MindSporeFramework:
     def tensor(self, array: Array, *, dtype: str | None = None, requires_grad: bool = False) -> Tensor:
         tensor = Tensor(array.copy())
         if dtype is not None:
-            tensor = tensor.astype(self.dtype(dtype))
+            tensor = tensor.astype(dtype_named(dtype))
         return tensor.requires_grad_() if requires_grad else tensor
 
     def array(self, tensor: Tensor) -> Array:
@@ -62,7 +62,7 @@ class MindSporeFramework:
         return hpcompat.Shard(dim)
 
     def model(self, recipe: Recipe, *, seed: int) -> nn.Cell:
-        return build(recipe, seed=seed)
+        return models.build(recipe, seed=seed)
 
     def child(self, module: nn.Cell, path: str) -> nn.Cell:
         return module.get_sub_cell(path) if path else module
@@ -104,7 +104,7 @@ class MindSporeFramework:
         return self.array(full_tensor(parameter))
 
     def gradient(self, parameter: Parameter) -> Gradient | None:
-        found = parameter._grad if param_of(parameter) is None else parameter.grad
+        found = gradient_of(parameter)
         return None if found is None else Gradient(parameter, found)
 
     def loss(self, output: Tensor) -> Tensor:
@@ -118,82 +118,12 @@ class MindSporeFramework:
         return autograd.no_grad()
 
     def zero_grad(self, module: nn.Cell) -> None:
-        for _, parameter in module.parameters_and_names():
-            _clear(parameter)
-        if isinstance(module, hpcompat.HSDPModule):
-            module.zero_grad()
+        optim.zero_grad(module)
 
     def optimizer(self, module: nn.Cell, *, kind: str, lr: float) -> Optimizer:
-        parameters = [parameter for _, parameter in module.parameters_and_names()]
-        return Sgd(parameters, lr) if kind == "sgd" else AdamW(parameters, lr)
+        kinds = {"sgd": optim.SGD, "adamw": optim.AdamW}
+        optimizer: Optimizer = kinds[kind](module.get_parameters(), lr=lr)
+        return optimizer
 
-    @contextmanager
-    def collectives(self) -> Iterator[list[Collective]]:
-        log: list[Collective] = []
-
-        def record(kind: str, function: Any) -> Any:
-            def recording(*buffers: Any, group: Any, **options: Any) -> Any:
-                num_elements = max(buffer.size for buffer in buffers)
-                log.append(Collective(kind, group.ranks, num_elements, str(buffers[0].dtype)))
-                return function(*buffers, group=group, **options)
-
-            return recording
-
-        kept = {name: getattr(collectives, name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
-        for name, function in kept.items():
-            setattr(collectives, name, record(name, function))
-        try:
-            yield log
-        finally:
-            for name, function in kept.items():
-                setattr(collectives, name, function)
-
-
-def _clear(parameter: Parameter) -> None:
-    parameter._grad = None
-    if param_of(parameter) is not None:
-        parameter.grad = None
-
-
-class Sgd:
-    """Plain gradient descent in float32 operations."""
-
-    def __init__(self, parameters: Sequence[Parameter], lr: float) -> None:
-        self._parameters, self._lr = parameters, lr
-
-    def step(self) -> None:
-        with autograd.no_grad():
-            for index, parameter in enumerate(self._parameters):
-                grad = parameter._grad if param_of(parameter) is None else parameter.grad
-                if grad is not None:
-                    self._update(index, parameter, grad)
-
-    def zero_grad(self) -> None:
-        for parameter in self._parameters:
-            _clear(parameter)
-
-    def _update(self, index: int, parameter: Parameter, grad: Tensor) -> None:
-        parameter.copy_(parameter - self._lr * grad)
-
-
-class AdamW(Sgd):
-    """torch's defaults: betas 0.9 and 0.999, eps 1e-8, weight decay 0.01."""
-
-    def __init__(self, parameters: Sequence[Parameter], lr: float) -> None:
-        super().__init__(parameters, lr)
-        self._states: dict[int, tuple[int, Tensor, Tensor]] = {}
-
-    def _update(self, index: int, parameter: Parameter, grad: Tensor) -> None:
-        number, first, second = self._states.get(index, (0, grad * 0.0, grad * 0.0))
-        number, first, second = number + 1, first * 0.9 + grad * 0.1, second * 0.999 + grad * grad * 0.001
-        self._states[index] = number, first, second
-        decayed = parameter * (1 - self._lr * 0.01)
-        scaled = second / (1 - 0.999**number)
-        parameter.copy_(decayed - self._lr / (1 - 0.9**number) * first / (ops.sqrt(scaled) + 1e-8))
-
-
-def load() -> Implementation:
-    """Runs in a worker."""
-    framework = MindSporeFramework()
-    versions = {"hpcompat": version("hpcompat"), **framework.versions()}
-    return Implementation(hpcompat, framework, api_capabilities(hpcompat) | framework.capabilities, versions)
+    def collectives(self) -> AbstractContextManager[list[Collective]]:
+        return collectives.record()

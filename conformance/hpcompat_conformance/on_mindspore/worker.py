@@ -1,4 +1,4 @@
-"""Set-up of a worker that runs MindSpore on the CPU."""
+"""Set-up of a worker that runs MindSpore on the CPU: a rank of an MPI job, or alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance suite's recipes as MindSpore cells."""
+"""The recipes as MindSpore cells."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
+from hpcompat_conformance.on_mindspore.names import dtype_name
 from hpcompat_conformance.recipes import Branches, Chain, Probe, Recipe, Tied
 from hpcompat_conformance.values import parameter_values
 from hpcompat_mindspore.gradients import make_gradient_own
 from hpcompat_mindspore.tensors import HOST
-
-
-def dtype_name(dtype: Any) -> str:
-    """``mindspore.bfloat16`` -> ``"bfloat16"``."""
-    return {"BFloat16": "bfloat16", "Bool": "bool"}.get(str(dtype), str(dtype).lower())
 
 
 class Linear(nn.Cell):

@@ -1,0 +1,1 @@
+"""Steps, norms and zeroing over sharded parameters: each behaviour is a function that runs on every rank."""

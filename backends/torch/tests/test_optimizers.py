@@ -1,0 +1,20 @@
+"""Steps, norms and zeroing over sharded parameters, on one rank in this process and on several in the pool."""
+
+from __future__ import annotations
+
+import pytest
+
+from behaviour.registry import Behaviour, behaviours_of
+from hpcompat_conformance.pool import PoolSet
+from optimizers import around, containers, decoder, element, states, steps
+
+ALL = behaviours_of(steps, around, states, containers, element, decoder)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("behaviour", ALL, ids=[found.id for found in ALL])
+def test_behaviour(behaviour: Behaviour, pool: PoolSet) -> None:
+    if behaviour.world_size == 1:
+        behaviour.function(**behaviour.arguments)
+    else:
+        pool(behaviour.world_size).run(behaviour.function, **behaviour.arguments)

@@ -1,0 +1,132 @@
+"""The ways to train: how the model is wrapped, on what mesh, and what a step is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import hpcompat
+from fault_matrix.kit import UNITS, Kit
+from fault_matrix.points import SCRIPT, Point
+
+
+class Microbatch(NamedTuple):
+    sync: bool = True
+    all_reduce: bool = True
+
+
+@dataclass(frozen=True)
+class Style:
+    """The microbatches of a step, and in which of them the trap is set."""
+
+    id: str
+    microbatches: tuple[Microbatch, ...] = (Microbatch(),)
+    fails_in: int = 0
+    calls_backward: bool = True
+
+
+PLAIN = Style("one batch")
+NO_SYNC = Style("sync off", (Microbatch(sync=False), Microbatch(sync=False), Microbatch()), 1)
+SYNC = Style("sync on", (Microbatch(), Microbatch()), 0)
+NO_ALL_REDUCE = Style("all-reduce off", (Microbatch(all_reduce=False), Microbatch(all_reduce=False), Microbatch()), 1)
+VALUE_AND_GRAD = Style("value_and_grad", calls_backward=False)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """``wrapper`` is one of ``fully_shard``, ``replicate`` and ``list``."""
+
+    mesh: tuple[int, ...]
+    wrapper: str = "fully_shard"
+    style: Style = PLAIN
+    reshard: bool | int = True
+    is_mixed: bool = False
+    label: str = ""
+    units: tuple[str, ...] = UNITS
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.mesh)
+
+    @property
+    def id(self) -> str:
+        name = self.label or {"fully_shard": "FSDP", "replicate": "replicate", "list": "list"}[self.wrapper]
+        reshard = "" if self.wrapper == "replicate" else f" reshard={self.reshard}"
+        return f"{name}{reshard}, {self.style.id}"
+
+    @property
+    def has(self) -> frozenset[str]:
+        """What of :attr:`Point.needs` is there."""
+        facts = {
+            "shards": self.wrapper != "replicate",
+            "reshards": self.reshard is not False,
+            "microbatches": len(self.style.microbatches) > 1,
+            "calls backward": self.style.calls_backward,
+            "all-reduces": True,
+        }
+        return frozenset(fact for fact, holds in facts.items() if holds)
+
+    def has_point(self, point: Point, unit: str) -> bool:
+        if point.id in SCRIPT:
+            return unit == "root" and point.needs <= self.has
+        return unit in self.units and unit in point.units and point.needs <= self.has
+
+    def wrap(self, kit: Kit, model: Any, meshes: dict[tuple[int, ...], Any]) -> Any:
+        if self.mesh not in meshes:
+            names = ("replicate", "shard")[-len(self.mesh) :]
+            meshes[self.mesh] = hpcompat.init_device_mesh(None, self.mesh, mesh_dim_names=names)
+        options: dict[str, Any] = {"mesh": meshes[self.mesh]}
+        if self.is_mixed:
+            options["mp_policy"] = kit.mixed_policy()
+        first, middle, last = model.layers
+        if self.wrapper == "replicate":
+            units: list[Any] = [first, middle, last]
+            for unit in (*units, model):
+                kit.replicate(unit, **options)
+        else:
+            units = [[first, middle], last] if self.wrapper == "list" else [first, middle, last]
+            for unit in (*units, model):
+                kit.fully_shard(unit, reshard_after_forward=self.reshard, **options)
+        # So that gathers are in flight wherever the trap springs.
+        first.set_modules_to_forward_prefetch([last] if self.wrapper == "list" else [middle, last])
+        return model
+
+
+_ONE_UNIT = ("middle",)
+
+# What the product is made of: every unit of every way to wrap.
+WRAPPERS = [
+    Setting((2,), reshard=True),
+    Setting((2,), reshard=False),
+    Setting((2, 2), reshard=True, label="HSDP"),
+    Setting((2, 2), reshard=False, label="HSDP"),
+    Setting((2,), "replicate"),
+    Setting((2,), "list", reshard=True),
+    Setting((2,), "list", reshard=False),
+]
+# Gradients that wait: unsharded, in another dtype, on shards, for the replicas. And other ways through the code.
+STYLES = [
+    Setting((2,), style=NO_SYNC, reshard=True, units=_ONE_UNIT),
+    Setting((2,), style=NO_SYNC, reshard=False, units=_ONE_UNIT),
+    Setting((2,), style=NO_SYNC, is_mixed=True, label="float16", units=_ONE_UNIT),
+    Setting((2,), style=SYNC, units=_ONE_UNIT),
+    Setting((2, 2), style=NO_SYNC, label="HSDP", units=_ONE_UNIT),
+    Setting((2, 2), style=NO_ALL_REDUCE, label="HSDP", units=_ONE_UNIT),
+    Setting((2,), "replicate", style=NO_SYNC, units=_ONE_UNIT),
+    Setting((2,), "list", style=NO_SYNC, units=_ONE_UNIT),
+    Setting((4,), reshard=2, units=_ONE_UNIT),
+    Setting((2,), style=VALUE_AND_GRAD, units=_ONE_UNIT),
+]
+SETTINGS = [*WRAPPERS, *STYLES]
+BY_ID = {setting.id: setting for setting in SETTINGS}
+# Those in which the trap is also laid at each of the scheduler's events.
+EVENT_BY_EVENT = [
+    BY_ID[id]
+    for id in (
+        "FSDP reshard=True, one batch",
+        "FSDP reshard=True, sync off",
+        "list reshard=True, one batch",
+        "HSDP reshard=True, all-reduce off",
+    )
+]

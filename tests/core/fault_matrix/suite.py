@@ -1,0 +1,62 @@
+"""What the tests of every framework run. ``Ranks`` gives a pool of so many ranks; a kit is named ``"module:class"``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fault_matrix.cell import WHO, Cell, cells_of
+from fault_matrix.plants import PLANTS
+from fault_matrix.settings import BY_ID, EVENT_BY_EVENT, SETTINGS
+
+Ranks = Callable[[int], Any]
+
+# For a job; only a rank that waits for one that does not come takes so long.
+DEADLINE = 300.0
+
+MATRIX = [(setting.id, who) for setting in SETTINGS for who in WHO if cells_of(setting, who=who)]
+EVENTS = [(setting.id, who) for setting in EVENT_BY_EVENT for who in ("all", "one")]
+MIN_EVENTS = 30
+
+
+def check_matrix(ranks: Ranks, *, kit: str, setting: str, who: str, optimizer: str = "adamw") -> None:
+    cells = cells_of(BY_ID[setting], who=who)
+    assert not wrong(run(ranks, kit=kit, setting=setting, cells=cells, optimizer=optimizer))
+
+
+def check_events(ranks: Ranks, *, kit: str, setting: str, who: str) -> None:
+    found = ranks(BY_ID[setting].num_ranks).run(
+        "fault_matrix.cell:run_events", kit=kit, setting=setting, who=who, optimizer="sgd", deadline=DEADLINE
+    )
+    assert len({num_events for num_events, _ in found}) == 1
+    assert all(num_events >= MIN_EVENTS and not wrong_at for num_events, wrong_at in found), found
+
+
+def check_plant(ranks: Ranks, *, kit: str, plant: str) -> None:
+    """What is forgotten shows in the cell that the plant names; the cell is well without it."""
+    setting, point, unit = PLANTS[plant].setting, PLANTS[plant].point, PLANTS[plant].unit
+    cells = [Cell(point, unit, "all")]
+    assert not wrong(run(ranks, kit=kit, setting=setting, cells=cells))
+    planted = run(ranks, kit=kit, setting=setting, cells=cells, plant=plant)
+    assert all(verdict.startswith("step ") for verdict in planted[cells[0]]), planted
+
+
+def run(
+    ranks: Ranks, *, kit: str, setting: str, cells: list[Cell], optimizer: str = "adamw", plant: str | None = None
+) -> dict[Cell, list[str]]:
+    """What each rank found wrong, by cell."""
+    by_rank = ranks(BY_ID[setting].num_ranks).run(
+        "fault_matrix.cell:run_cells",
+        kit=kit,
+        setting=setting,
+        cells=cells,
+        optimizer=optimizer,
+        plant=plant,
+        deadline=DEADLINE,
+    )
+    return {cell: verdicts for cell, *verdicts in zip(cells, *by_rank, strict=True)}
+
+
+def wrong(found: dict[Cell, list[str]]) -> dict[str, list[str]]:
+    """The cells in which a rank found something."""
+    return {f"{cell.point}, {cell.unit}": verdicts for cell, verdicts in found.items() if any(verdicts)}
