@@ -119,7 +119,7 @@ def run(options: Options, framework: Framework) -> int:
         our_state = library.snapshot(*ours)
         results[options.compare], *theirs = train(Job(options, framework, corpus, library), title=options.compare)
         for kind, counts in count_differences(our_state, library.snapshot(*theirs)).items():
-            differences[kind] = Counts(*map(hpcompat.all_reduce_scalar, counts))
+            differences[kind] = Counts(*(int(hpcompat.all_reduce_scalar(count)) for count in counts))
         differences["losses"] = count_loss_differences(*(result.losses for result in results.values()))
     if hpcompat.get_rank() == 0:
         publish(options, results, differences=differences)

@@ -33,7 +33,7 @@ def rotary_tables(options: Options) -> tuple[Array, Array]:
 def _initial(shape: tuple[int, ...], generator: np.random.Generator) -> Array:
     if len(shape) == 1:
         return np.ones(shape, np.float32)
-    return np.float32(0.02) * generator.standard_normal(shape, np.float32)
+    return generator.standard_normal(shape, np.float32) * np.float32(0.02)
 
 
 def _shapes(options: Options) -> dict[str, tuple[int, ...]]:

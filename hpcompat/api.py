@@ -60,7 +60,8 @@ def fully_shard(
     Raises:
         ValueError: no or nested wrong modules, a mesh that cannot be read without guessing, a scalar parameter, a bad
         policy value.
-        UserError: applied twice, an unnamed 2-D mesh (both ``ValueError`` and ``AssertionError``).
+        UserError: applied twice or to a replicated module, an unnamed 2-D mesh (both ``ValueError`` and
+            ``AssertionError``).
         TypeError: an argument of the wrong type.
         NotImplementedError: uneven ``Shard(dim > 0)``, a non-contiguous parameter.
     """

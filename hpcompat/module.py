@@ -316,7 +316,10 @@ class ReplicateModule(HSDPModule):
     """
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        raise UserError("set_reshard_after_forward does not apply to replicate: its parameters are never sharded")
+        raise UserError(
+            f"expected a sharded module to set reshard_after_forward={reshard_after_forward!r} on, but got "
+            f"{type(self).__name__}, which keeps its parameters whole; leave the call out"
+        )
 
 
 def _original_index(cls: type) -> int:

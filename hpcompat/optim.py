@@ -152,8 +152,8 @@ def optimizer_step(optimizer: Any, closure: Callable[[], Any] | None = None, *, 
     ``torch.optim`` (AdamW, Adam, SGD, RMSprop, Adagrad, Adadelta, RAdam, NAdam, Adamax, Rprop, ASGD) and subclasses
     that leave ``step`` alone; any other runs its own ``step()``, which the log says once. Groups may mix sharded,
     replicated, ignored and plain parameters, meshes and dtypes, and parameters of other libraries that have
-    ``_local_tensor`` or ``to_local()`` (hyper-parallel, in place of ``SkipDTensorDispatch``). Closures, schedulers, step
-    hooks and ``state_dict`` work as with ``optimizer.step()``, and the two calls may take turns.
+    ``_local_tensor`` or ``to_local()`` (hyper-parallel, in place of ``SkipDTensorDispatch``). Closures, schedulers,
+    step hooks and ``state_dict`` work as with ``optimizer.step()``, and the two calls may take turns.
 
     Which kernels run: the multi-tensor (foreach) ones wherever torch would take them for DTensors, that is, on
     accelerators; the type of the parameters plays no part. On the CPU torch takes the loop over tensors by default, so
@@ -320,9 +320,16 @@ def _members(parameters: Any, *, call: str) -> tuple[Backend, list[Any]]:
         impl = registry.backend_for(found[0]) if found else registry.get_backend()
     unique = list({id(parameter): parameter for parameter in found}.values())
     for parameter in unique:
-        if not impl.is_parameter(parameter) and not impl.owns(parameter):
+        if not _is_tensor(impl, parameter):
             raise TypeError(f"{call} expects parameters of {impl.name}, but got {parameter!r}")
     return impl, unique
+
+
+def _is_tensor(impl: Backend, value: Any) -> bool:
+    """A parameter, or a tensor that is none but has a gradient."""
+    if impl.is_parameter(value):
+        return True
+    return impl.owns(value) and not (impl.is_module(value) or impl.is_mesh(value) or impl.optim.is_optimizer(value))
 
 
 def _of_module(impl: Backend, module: Any) -> list[Any]:

@@ -44,7 +44,7 @@ def available_backends() -> dict[str, EntryPoint]:
 def get_backend(name: str | None = None) -> Backend:
     """Return the backend called ``name``, importing its framework if need be.
 
-    Without a name: ``HPCOMPAT_BACKEND``, else the one that ``init_process_group`` started, else the one whose framework
+    Without a name: the one that ``init_process_group`` started, else ``HPCOMPAT_BACKEND``, else the one whose framework
     is already imported, else the one whose framework is installed.
 
     Raises:
@@ -52,7 +52,7 @@ def get_backend(name: str | None = None) -> Backend:
         ValueError: the name is unknown, or there is no name and not exactly one candidate.
         ImportError: the backend is known but its framework is not installed.
     """
-    return _instance(chosen_name(name) or _default or _only_candidate())
+    return _instance(chosen_name(_default if name is None else name) or _only_candidate())
 
 
 def make_default(name: str | None) -> None:

@@ -6,7 +6,7 @@ values come out as float32).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -118,5 +118,34 @@ class Framework(Protocol):
     def optimizer(self, module: Any, *, kind: str, lr: float) -> Optimizer:
         """``kind`` is ``"sgd"`` or ``"adamw"``, with the framework's defaults for the rest."""
 
+    def on_forward(
+        self, module: Any, *, before: Callable[[], None] | None = None, after: Callable[[Any], None] | None = None
+    ) -> None:
+        """Call ``before()`` before and ``after(output)`` after each forward of a module, by hooks of the framework that
+        come after those that the module has."""
+
+    def on_gradient(self, tensor: Any, function: Callable[[Any], None]) -> None:
+        """Call ``function(gradient)`` when backward has the gradient of a tensor or an unsharded parameter."""
+
     def collectives(self) -> AbstractContextManager[list[Collective]]:
         """Record the collectives that this rank issues."""
+
+    # What custom communication objects are made of: the framework's own collectives, on plain flat tensors.
+
+    def empty(self, size: Sequence[int], *, dtype: Any, device: Any) -> Any:
+        """A new tensor; dtype and device are the framework's objects."""
+
+    def all_gather(self, output: Any, input: Any, *, group: Any, async_op: bool) -> Any:
+        """What a unit does by default. Returns a work object if ``async_op``."""
+
+    def reduce_scatter(self, output: Any, input: Any, *, group: Any, op: Any, async_op: bool) -> Any:
+        """Likewise."""
+
+    def ranks_of(self, group: Any) -> tuple[int, ...]:
+        """The global ranks of a process group."""
+
+    def shares_memory(self, left: Any, right: Any) -> bool:
+        """Whether two plain tensors lie in the same memory."""
+
+    def scale(self, tensor: Any, factor: float) -> None:
+        """Multiply a plain tensor in place."""

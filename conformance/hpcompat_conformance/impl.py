@@ -6,6 +6,7 @@ A third party adds its own with an entry point in the group ``hpcompat.conforman
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -37,7 +38,7 @@ class Implementation:
     """What a case gets. ``api`` is called, ``framework`` makes its arguments and looks at its results.
 
     ``capabilities`` are what a case may require: ``Name`` for a public name of the API, ``Class.method`` for a method,
-    and whatever words the adapter adds.
+    ``fully_shard.argument`` for an argument, and whatever words the adapter adds.
     """
 
     api: Api
@@ -83,7 +84,8 @@ def adapter_named(name: str) -> Adapter:
 
 
 def api_capabilities(api: Any, *, classes: tuple[str, ...] = ("FSDPModule",)) -> frozenset[str]:
-    """The public names of an API, and the public methods of those classes in it that it has."""
+    """The public names of an API, the public methods of those classes in it that it has, and the arguments of its
+    ``fully_shard``."""
     names = {name for name in dir(api) if not name.startswith("_")}
     methods = {
         f"{owner}.{method}"
@@ -92,4 +94,5 @@ def api_capabilities(api: Any, *, classes: tuple[str, ...] = ("FSDPModule",)) ->
         for method in dir(getattr(api, owner))
         if not method.startswith("_")
     }
-    return frozenset(names | methods)
+    arguments = {f"fully_shard.{argument}" for argument in inspect.signature(api.fully_shard).parameters}
+    return frozenset(names | methods | arguments)

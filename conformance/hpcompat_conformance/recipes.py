@@ -16,7 +16,8 @@ DEFAULT_SIZES = (4, 8, 12, 16)
 @dataclass(frozen=True)
 class Chain:
     """Layers one after another, ``sizes`` long by one. With ``own`` the root multiplies by a parameter ``scale
-    [sizes[-1]]`` of its own. ``order`` lists the layers to call, for models that call one twice or leave one out."""
+    [sizes[-1]]`` of its own. ``order`` lists the layers to call, for models that call one twice or leave one out.
+    The model's method ``generate`` computes what its forward does."""
 
     sizes: Sequence[int] = DEFAULT_SIZES
     own: bool = False

@@ -15,6 +15,7 @@ from hpcompat_conformance.recipes import Recipe, Tied
 from hpcompat_conformance.values import batch_values, token_values
 
 BATCH_ROWS = 2
+ROUGHNESS = np.float32(0.1)
 VERBS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all-reduce"}
 
 
@@ -71,14 +72,24 @@ class Context:
         self.api.fully_shard(model, mesh=mesh, **{**options, **(root or {})})
         return model
 
-    def inputs(self, recipe: Recipe, *, step: int = 0, rank: int | None = None) -> Any:
-        """This rank's input of that step or microbatch, or another rank's."""
+    def replicate(self, model: Any, *, units: Sequence[str] = (), mesh: Any = None, **options: Any) -> Any:
+        """``replicate`` instead of ``fully_shard``."""
+        mesh = self.mesh() if mesh is None else mesh
+        self._units = self._parameters_by_unit(model, units)
+        for path in (*units, ""):
+            self.api.replicate(self.framework.child(model, path), mesh=mesh, **options)
+        return model
+
+    def inputs(self, recipe: Recipe, *, step: int = 0, rank: int | None = None, rough: bool = False) -> Any:
+        """This rank's input of that step or microbatch, or another rank's. ``rough`` ones are no integers: sums of them
+        depend on the order in which they are added up."""
         rank = self.rank if rank is None else rank
         if isinstance(recipe, Tied):
             tokens = token_values((BATCH_ROWS, 3), vocab=recipe.vocab, rank=rank, step=step, seed=self.seed)
             return self.framework.tensor(tokens)
         shape = (BATCH_ROWS, recipe.num_inputs)
-        return self.framework.tensor(batch_values(shape, rank=rank, step=step, seed=self.seed))
+        values = batch_values(shape, rank=rank, step=step, seed=self.seed)
+        return self.framework.tensor(values * ROUGHNESS if rough else values)
 
     def policy(
         self,
@@ -124,27 +135,29 @@ class Context:
         recipe: Recipe,
         *,
         steps: Iterable[int] = (0,),
+        ranks: Sequence[int] | None = None,
         divide_by: float | None = None,
         train: Callable[[Any, Any, int], None] | None = None,
         **forward_options: Any,
     ) -> dict[str, Array]:
-        """The truth: unsharded, on this rank alone, over the inputs of all ranks and these steps, added up and divided
-        by ``divide_by``, or by the number of ranks. ``train(model, inputs, rank)`` replaces `train`. Parameters that
-        get no gradient are left out."""
+        """The truth: unsharded, on this rank alone, over the inputs of ``ranks`` (default: all) and these steps, added
+        up and divided by ``divide_by``, or by the number of those ranks. ``train(model, inputs, rank)`` replaces
+        `train`. Parameters that get no gradient are left out."""
 
         def train_alike(model: Any, inputs: Any, rank: int) -> None:
             self.train(model, inputs, **forward_options)
 
         model = self.model(recipe)
+        ranks = range(self.world_size) if ranks is None else ranks
         total: dict[str, Array] = {}
         for step in steps:
-            for rank in range(self.world_size):
+            for rank in ranks:
                 self.framework.zero_grad(model)
                 (train or train_alike)(model, self.inputs(recipe, step=step, rank=rank), rank)
                 for name, grad in self.gradients(model).items():
                     if grad is not None:
                         total[name] = total.get(name, np.float64(0)) + grad.astype(np.float64)
-        divisor = self.world_size if divide_by is None else divide_by
+        divisor = len(ranks) if divide_by is None else divide_by
         return {name: (grad / divisor).astype(np.float32) for name, grad in total.items()}
 
     # --- schedules ---

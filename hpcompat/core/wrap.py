@@ -105,8 +105,11 @@ def _check_module(backend: Backend, module: Any, label: str) -> None:
     unit = unit_of(module)
     if unit is not None:
         if unit.label != label:
-            raise RuntimeError(
-                f"{type(module).__name__} is already managed by `{_call_of(unit.label)}`; wrap it with one of the two"
+            # The classes are FSDP2's.
+            kind = RuntimeError if label == "Replicate" else UserError
+            raise kind(
+                f"{_call_of(label)} expects a module that no other call manages, but got {type(module).__name__}, "
+                f"already managed by `{_call_of(unit.label)}`; wrap it with one of the two"
             )
         raise UserError(
             f"{_call_of(label)} can only be applied to a module once, but got {type(module).__name__}, which already "

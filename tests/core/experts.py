@@ -24,6 +24,14 @@ LR = 0.5
 
 Arrays = dict[str, Any]
 
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "by experts": ("experts:train", {}),
+    "by columns": ("experts:train", {"shard_degree": 4}),
+    "shapes by experts": ("experts:shapes", {"shard_degree": 2, "expected": (1, WIDTH, WIDTH)}),
+    "shapes by columns": ("experts:shapes", {"shard_degree": 4, "expected": (2, WIDTH // 2, WIDTH)}),
+    "order": ("experts:order", {}),
+}
+
 
 def values(seed: int, *shape: int) -> Any:
     return (np.random.default_rng(seed).normal(size=shape) / WIDTH**0.5).astype(np.float32)

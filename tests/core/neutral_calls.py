@@ -29,6 +29,26 @@ def scalars() -> None:
     hpcompat.barrier()
 
 
+def agreement() -> None:
+    rank, size = hpcompat.get_rank(), hpcompat.get_world_size()
+    assert hpcompat.agree(True)
+    assert not hpcompat.agree(False)
+    for dissenter in range(size):
+        assert not hpcompat.agree(rank != dissenter)
+    assert hpcompat.agree(True)
+    for value in (1, None, np.bool_(True)):
+        with pytest.raises(TypeError, match="expected ok to be a bool, but got"):
+            hpcompat.agree(value)  # type: ignore[arg-type]
+
+
+def agreement_in_a_group() -> None:
+    """On 4 ranks, as 2 by 2."""
+    mesh = hpcompat.init_device_mesh(None, (2, 2), mesh_dim_names=("dp", "cp"))
+    rank = hpcompat.get_rank()
+    assert hpcompat.agree(rank != 3, group=mesh.get_group("cp")) is (rank < 2)
+    assert hpcompat.agree(rank != 3, group=mesh.get_group("dp")) is (rank % 2 == 0)
+
+
 def groups() -> None:
     """On 4 ranks, as 2 by 2."""
     mesh = hpcompat.init_device_mesh(None, (2, 2), mesh_dim_names=("dp", "cp"))

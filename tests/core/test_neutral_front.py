@@ -82,12 +82,15 @@ def test_mesh_wants_a_name_per_axis() -> None:
 def test_what_init_started_is_what_later_calls_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
     monkeypatch.setattr(registry, "_instance", lambda name: asked.append(name))
-    monkeypatch.delenv(registry.ENV_VAR, raising=False)
     monkeypatch.setattr(registry, "_only_candidate", lambda: "the only one")
     monkeypatch.setattr(registry, "_default", None)
+    monkeypatch.delenv(registry.ENV_VAR, raising=False)
+    registry.get_backend()
+    monkeypatch.setenv(registry.ENV_VAR, "mindspore")
     registry.get_backend()
     registry.make_default("torch")
     registry.get_backend()
+    registry.get_backend("ms")
     registry.make_default(None)
     registry.get_backend()
-    assert asked == ["the only one", "torch", "the only one"]
+    assert asked == ["the only one", "mindspore", "torch", "mindspore", "mindspore"]

@@ -11,21 +11,20 @@ newer, where:
   an addition (``alpha``); elsewhere it is float32. So a decay of 0.999 is 1 in bfloat16 and an ``eps`` of 1e-8 is 0 in
   float16. (Torch's step of one tensor at a time, ``foreach=False``, multiplies by float32 numbers.)
 - The addition of a multiple in bfloat16 and float16 runs over blocks of 32 elements. In those that are left over the
-  product is rounded to the dtype too. (Several threads get a part each, so torch's own bits depend on their number once
-  a tensor has more than 32768 elements; here it is one part.)
+  product is rounded to the dtype too. (Several threads get a part of a large tensor each, so torch's own bits depend on
+  their number; here it is one part.)
 - Denormals are kept.
 
-One operation is not the same: torch gives the square root of float32 to MKL, which on some processors (AMD's) misses
-the correctly rounded value by one unit for every sixth number. Ours is correctly rounded everywhere, as is torch's in
-the 16-bit dtypes.
+One operation is not the same: torch gives the square root of float32 to MKL, which on some processors does not round it
+correctly (seen on one of AMD's). Ours is correctly rounded everywhere, as is torch's of 16-bit numbers.
 
 [Note: operations of MindSpore]
-On the CPU none is used here. Seen with 2.10.0 there: every operation that runs on several threads, as those on large
-tensors do (``copy`` too), takes denormals for 0; ``maximum`` loses a NaN; a division by -0 has the wrong sign; one of
-16-bit numbers is not correctly rounded; ``ops.addcmul`` multiplies by ``value`` last, ``ops.lerp`` rounds its product,
-``ops.addcdiv`` does neither what torch does nor what its formula says, and none of the three takes bfloat16. Otherwise
-float32 ``+ - * / sqrt`` and casts are exact, and :class:`DeviceOps`, for Ascend, is made of these. It rounds a
-multiply-add twice: one rounding would need float64 or an instruction.
+On the CPU none is used here. Seen with 2.10.0 there: operations that run on MindSpore's threads, as most on large
+tensors do (``copy`` too), take denormals for 0; ``maximum`` loses a NaN in its first argument; a division by -0 has the
+wrong sign; ``ops.addcdiv`` takes a small denominator for 0; ``ops.addcmul`` multiplies by ``value`` last; ``ops.lerp``
+rounds its product; and none of the three takes bfloat16. Otherwise ``+ - * /``, float32 ``sqrt`` and casts are
+exact, and :class:`DeviceOps`, for Ascend, is made of these. It rounds a multiply-add twice: one rounding would need
+float64 or an instruction.
 """
 
 from __future__ import annotations
@@ -120,7 +119,8 @@ def fused_multiply_add(left: Any, right: Array, addend: Array) -> Array:
     if halfway.any():
         where = np.flatnonzero(halfway)
         total[where] = _round_to_odd(total[where], product[where], wide[where])
-    return total.astype(np.float32)
+    rounded: Array = total.astype(np.float32)
+    return rounded
 
 
 def _round_to_odd(total: Array, left: Array, right: Array) -> Array:
@@ -193,7 +193,8 @@ class _BFloat16(_Float):
     is_narrow = True
 
     def load(self, array: Array) -> Array:
-        return (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        wide: Array = (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return wide
 
     def store(self, array: Array, value: Array) -> None:
         array.view(np.uint16)[...] = value.view(np.uint32) >> np.uint32(16)

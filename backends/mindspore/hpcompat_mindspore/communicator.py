@@ -24,6 +24,8 @@ from hpcompat_mindspore.tensors import HOST, Buffer, add_arrays
 
 Array = np.ndarray[Any, Any]
 _SEGMENT_BYTES = 1 << 20
+# Elements added and divided at once, so that the sums are still in the cache when they are divided.
+_PIECE = 1 << 16
 
 
 class Work(Protocol):
@@ -114,6 +116,8 @@ class MPICommunicator:
         self.ranks = tuple(ranks)
         self._size, self._rank = int(comm.size), int(comm.rank)
         self.num_issued = 0
+        # For the second half of an all-reduce, which begins when a rank waits: some wait before the others issue more.
+        self._second: Any = None
 
     def size(self) -> int:
         return self._size
@@ -135,6 +139,8 @@ class MPICommunicator:
 
     def all_reduce(self, buffer: Array, op: ReduceOp) -> Work:
         self.num_issued += 1
+        if self._second is None:
+            self._second = self._comm.Dup()
         chunk = chunk_size(buffer.size, itemsize=buffer.itemsize, num_ranks=self._size)
         padded = HOST.pad(buffer, chunk * self._size)
         received = np.empty_like(padded)
@@ -155,14 +161,15 @@ class MPICommunicator:
         start = 0
         while start < length:
             index = (first + start) // chunk
-            end = min(length, (index + 1) * chunk - first)
-            _add_around_ring(rows[:, start:end], last=index % self._size, out=out[start:end])
+            end = min(length, (index + 1) * chunk - first, start + _PIECE)
+            piece = out[start:end]
+            _add_around_ring(rows[:, start:end], last=index % self._size, out=piece)
+            if op is ReduceOp.AVG:
+                HOST.divide(piece, self._size)
             start = end
-        if op is ReduceOp.AVG:
-            HOST.divide(out, self._size)
 
     def gather_now(self, output: Array, input: Array) -> None:
-        self._comm.Allgather(_bits(input), _bits(output))
+        self._second.Allgather(_bits(input), _bits(output))
 
 
 _in_flight: set[_Exchange] = set()
@@ -261,7 +268,7 @@ def world() -> Communicator:
     """All ranks; joins them on the first call.
 
     Raises:
-        CapabilityError: started by msrun on the CPU, or mpi4py is not installed.
+        CapabilityError: started by msrun or torchrun on the CPU, or mpi4py is not installed.
     """
     global _world
     if _world is None:
@@ -318,10 +325,13 @@ def _join() -> Communicator:
         return join()
     if any(name in os.environ for name in _MPI_VARIABLES) or "mpi4py.MPI" in sys.modules:
         return _join_mpi()
-    if int(os.environ.get("MS_WORKER_NUM", "1")) > 1:
+    for launcher, variable in (("msrun", "MS_WORKER_NUM"), ("torchrun", "WORLD_SIZE")):
+        if int(os.environ.get(variable, "1")) <= 1:
+            continue
+        # Each process would take itself for a job of one and train alone.
         raise CapabilityError(
             backend="mindspore",
-            capability="msrun on the CPU",
+            capability=f"{launcher} on the CPU",
             hint="MindSpore's own CPU collectives lack reduce-scatter and bfloat16; start the script with "
             "hpcompat launch, which uses MPI",
         )

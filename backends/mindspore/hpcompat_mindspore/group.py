@@ -105,11 +105,12 @@ class GroupTensors:
 
     def rebind(self) -> None:
         """Take up parameters whose data was cast, materialized, loaded or set since it was last taken up."""
+        if not any(param.shown is Shown.SHARD and param.is_elsewhere for param in self.params):
+            return
         if any(param.is_meta for param in self.params):
             return
-        if any(param.shown is Shown.SHARD and param.is_elsewhere for param in self.params):
-            self._lay_out([param.current_shard() for param in self.params])
-            self._fix_dtypes()
+        self._lay_out([param.current_shard() for param in self.params])
+        self._fix_dtypes()
 
     def prepare(self) -> None:
         on_meta = [param.name for param in self.params if param.is_meta]

@@ -140,7 +140,10 @@ class ShardedParam:
     def is_elsewhere(self) -> bool:
         """Whether the shown shard's data is no longer in ``shard_data``: cast, materialized, loaded, or set by hand."""
         parameter = self.parameter
-        if self.shard_data is None or parameter.dtype != self.orig_dtype or tuple(parameter.shape) != self.shard_shape:
+        dtype = parameter.dtype  # asked for at every gather, where comparing dtypes takes longest
+        if self.shard_data is None or (dtype is not self.orig_dtype and dtype != self.orig_dtype):
+            return True
+        if tuple(parameter.shape) != self.shard_shape:
             return True
         return prod(self.shard_shape) > 0 and parameter.data_ptr() != self._shard_address
 

@@ -109,6 +109,9 @@ class MindSpore:
     def at_event(self, name: str, module: Any, callback: Callback) -> AbstractContextManager[None]:
         return at_hpcompat_event(name, module, callback)
 
+    def value_and_grad(self, function: Callable[..., Any], weights: list[Any]) -> Callable[..., Any]:
+        return hpcompat.value_and_grad(function, weights)
+
     def optimizer(self, model: nn.Cell, kind: str) -> Any:
         parameters = list(hpcompat.parameters(model))
         return optim.SGD(parameters, lr=0.1, momentum=0.9) if kind == "sgd" else optim.AdamW(parameters, lr=0.1)
@@ -116,6 +119,16 @@ class MindSpore:
     def states(self, optimizer: Any) -> list[np.ndarray[Any, Any]]:
         states = [optimizer.state[parameter] for parameter in optimizer.parameters]
         return [_array(value) for state in states for _, value in sorted(state.items())]
+
+
+class MindSporesOwn(MindSpore):
+    """The same with ``mindspore.value_and_grad``, and nothing recorded outside of it, as without :mod:`hpcompat`."""
+
+    name = "mindspore.value_and_grad"
+
+    def value_and_grad(self, function: Callable[..., Any], weights: list[Any]) -> Callable[..., Any]:
+        autograd.stop_recording()
+        return mindspore.value_and_grad(function, None, weights)  # type: ignore[no-any-return]
 
 
 def _array(value: Any) -> np.ndarray[Any, Any]:

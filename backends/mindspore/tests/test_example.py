@@ -10,9 +10,11 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 import pytest
 
@@ -23,13 +25,15 @@ HANG_SECONDS = 300
 relative_differences = runpy.run_path(str(EXAMPLES / "comparison.py"))["relative_differences"]
 
 
-def train(*arguments: str, out: Path, num_ranks: int | None) -> subprocess.CompletedProcess[str]:
+def train(
+    *arguments: str, out: Path, num_ranks: int | None, environ: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
     """Started by `hpcompat launch`, or without a launcher when `num_ranks` is None."""
     script = [str(EXAMPLES / "train_decoder.py"), *SMALL, "--out", str(out), *arguments]
     launch = ["-m", "hpcompat.cli", "launch", "-n", str(num_ranks), "--backend", "mindspore"]
     return subprocess.run(
         [sys.executable, *(launch if num_ranks else []), *script, *([] if num_ranks else ["--backend", "mindspore"])],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "", **environ},
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,
@@ -85,3 +89,10 @@ def test_hsdp_needs_an_even_number_of_ranks(tmp_path: Path) -> None:
     done = train("--mesh", "hsdp", out=tmp_path, num_ranks=None)
     assert done.returncode == 1
     assert "expected an even number of ranks for --mesh hsdp, but got 1; use --mesh fsdp" in done.stderr
+
+
+def test_torchrun_is_refused(tmp_path: Path) -> None:
+    """Its ranks would each train alone."""
+    done = train(out=tmp_path, num_ranks=None, environ={"RANK": "0", "WORLD_SIZE": "2"})
+    assert done.returncode == 1
+    assert "start the script with hpcompat launch, which uses MPI" in done.stderr

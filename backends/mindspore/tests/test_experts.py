@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from experts import CASES
 from hpcompat_conformance.pytest_plugin import Ranks
 from ms_experts import Model
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "by experts": ("experts:train", {}),
-    "by columns": ("experts:train", {"shard_degree": 4}),
-    "shapes by experts": ("experts:shapes", {"shard_degree": 2, "expected": (1, 6, 6)}),
-    "shapes by columns": ("experts:shapes", {"shard_degree": 4, "expected": (2, 3, 6)}),
-    "order": ("experts:order", {}),
-}
 
 
 @pytest.mark.parametrize("name", CASES)

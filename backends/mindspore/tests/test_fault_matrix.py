@@ -29,3 +29,13 @@ def test_a_step_may_fail_at_any_event(ranks: Ranks, setting: str, who: str) -> N
 @pytest.mark.parametrize("plant", PLANTS)
 def test_what_a_reset_forgets_shows(ranks: Ranks, plant: str) -> None:
     suite.check_plant(ranks, kit=KIT, plant=plant)
+
+
+def test_the_documented_recipe(ranks: Ranks) -> None:
+    ranks(2).run("fault_matrix.documented:run", kit=KIT)
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_with_mindspores_own_value_and_grad(ranks: Ranks, who: str) -> None:
+    kit, setting = "ms_fault_kit:MindSporesOwn", "FSDP reshard=True, value_and_grad"
+    suite.check_matrix(ranks, kit=kit, setting=setting, who=who)

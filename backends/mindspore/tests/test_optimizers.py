@@ -59,6 +59,7 @@ SCENARIOS: dict[str, Scenario] = {
     "float64": ("ms_optimizers:float64", {}, (1,)),
     "mistakes": ("ms_optimizers:mistakes", {}, (2,)),
     "tiny gradient": ("ms_arithmetic:tiny_gradient_moves_nothing", {}, (1,)),
+    "denormals": ("ms_arithmetic:no_operations_of_mindspore", {}, (1,)),
     "multiply-add": ("ms_arithmetic:multiply_add_is_rounded_once", {}, (1,)),
     **{
         f"{kind} by device operations, {dtype}": (

@@ -133,8 +133,8 @@ class Loan:
                 local_states[parameter] = state
             self._lent.append(_Lent(parameter, parameter, None, {}))
             return parameter
-        if local.requires_grad or local is parameter:
-            local = local.detach()  # the gradient of the other one is the user's
+        if local is parameter:  # plain, with a main_grad
+            local = local.detach()
         own_grad = local.grad
         # A main_grad keeps the dtype of the reduction.
         local.grad = grad if grad.dtype is local.dtype else grad.to(local.dtype)

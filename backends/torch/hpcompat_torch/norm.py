@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hpcompat_torch.axes import Atlas, Axis
 from hpcompat_torch.local import is_distributed, settled_gradient
-from hpcompat_torch.param import owner_of
+from hpcompat_torch.param import REPLACED, owner_of
 
 
 @torch.no_grad()
@@ -35,8 +35,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients in place so that the norm of all together is at most ``max_norm``.
 
-    Accumulates in float32, or in float64 where a parameter has it. For a model that ``fully_shard`` has sharded over
-    one axis, in float32, the norm has the bits of ``torch.nn.utils.clip_grad_norm_`` on DTensors.
+    Accumulates in float32, or in float64 where a parameter has it. For a float32 model that is sharded over one axis
+    and whose parameters all have gradients, the norm has the bits of ``torch.nn.utils.clip_grad_norm_`` on DTensors.
     """
     members = _members(parameters)
     order = float(norm_type)
@@ -48,8 +48,8 @@ def clip_grad_norm_(
             "non-finite; pass error_if_nonfinite=False to scale them by it all the same"
         )
     coefficient = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-    for (device, _), same in _by_kind(grad for _, grad in gradients if grad is not None).items():
-        torch._foreach_mul_(same, coefficient.to(device))
+    for _, same in _by_kind([grad for _, grad in gradients]):
+        torch._foreach_mul_(same, coefficient.to(same[0].device))
     return total
 
 
@@ -60,6 +60,12 @@ def _members(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"expected parameters, but got {parameter!r}; pass module.parameters()")
         owner = owner_of(parameter)
+        name = getattr(parameter, REPLACED, None)
+        if owner is None and name is not None:
+            raise ValueError(
+                f"expected sharded parameters, but got {name!r} as it was before fully_shard replaced it: it gets no "
+                "gradient; pass module.parameters()"
+            )
         shards.append(parameter if owner is None else owner.sharded_param)
     return list({id(shard): shard for shard in shards}.values())
 
@@ -69,51 +75,49 @@ def _members(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 @dataclass
 class _Part:
-    """Gradients whose elements are spread over the same axes."""
+    """Gradients whose elements are spread over the same axes. ``norms`` has one number per gradient."""
 
     axes: tuple[Axis, ...]
     is_agreed: bool  # False for plain tensors
-    grads: list[torch.Tensor] = field(default_factory=list)
-    value: torch.Tensor = field(init=False)
+    grads: list[torch.Tensor | None] = field(default_factory=list)
+    norms: torch.Tensor = field(init=False)
 
 
 def total_norm(gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]], order: float) -> torch.Tensor:
     """The norm over the gradients of all ranks, a scalar on the device of the first. Collective. [Note: whose elements]
 
+    First the norm of each gradient, then that of these norms: the steps of torch over DTensors, for the same bits.
+
     Args:
         gradients: each parameter, the same on all ranks, and the local part of its gradient.
         order: any number but NaN; 0 counts the elements that are not 0.
     """
-    if math.isnan(order):
-        raise ValueError(f"expected norm_type to be a number, but got {order}")
     is_double = any(parameter.dtype in (torch.float64, torch.complex128) for parameter, _ in gradients)
     dtype = torch.float64 if is_double else torch.float32
     parts, axes = _parts(gradients)
-    home = next((grad.device for part in parts for grad in part.grads), torch.device("cpu"))
+    home = next((grad.device for _, grad in gradients if grad is not None), torch.device("cpu"))
     for part in parts:
-        part.value = _local_norm(part.grads, order, dtype=dtype).to(home)
-    if len(parts) == 1 and not axes:
-        return parts[0].value
-    for part in parts:
-        if _adds(order) and order != 0:
-            part.value = part.value**order if part.grads else torch.zeros_like(part.value)
+        part.norms = _local_norms(part.grads, order, dtype=dtype, home=home)
+    spread = [part for part in parts if part.axes]
+    is_root = not math.isinf(order) and order != 0
+    for part in spread:
+        part.norms = part.norms**order if is_root else part.norms
     for axis in axes:
-        _exchange([part for part in parts if axis in part.axes], axis, _operation(order))
+        _exchange([part for part in spread if axis in part.axes], axis, _operation(order))
         _exchange([part for part in parts if not part.is_agreed], axis, _extreme(order))
-    values = torch.stack([part.value for part in parts]) if parts else torch.zeros(1, dtype=dtype)
-    if _adds(order):
-        total = values.sum()
-        return total ** (1.0 / order) if order != 0 else total
-    return values.amax() if order > 0 else values.amin()
-
-
-def _adds(order: float) -> bool:
-    """Whether ``norm ** order`` of the parts is added up; else the largest or smallest norm is taken."""
-    return not math.isinf(order)
+    for part in spread:
+        part.norms = part.norms ** (1.0 / order) if is_root else part.norms
+    if not parts:
+        return torch.zeros((), dtype=dtype)
+    norms = torch.cat([part.norms for part in parts])
+    if order == 0:
+        return norms.sum()
+    # Not vector_norm for these two: it refuses what has no elements.
+    return torch.linalg.vector_norm(norms, order) if is_root else (norms.amax() if order > 0 else norms.amin())
 
 
 def _operation(order: float) -> Any:
-    return dist.ReduceOp.SUM if _adds(order) else _extreme(order)
+    return _extreme(order) if math.isinf(order) else dist.ReduceOp.SUM
 
 
 def _extreme(order: float) -> Any:
@@ -134,51 +138,53 @@ def _parts(gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> tup
         part = parts.get(key)
         if part is None:
             part = parts[key] = _Part(*key)
-        if grad is not None:
-            part.grads.append(grad)
+        part.grads.append(grad)
     return list(parts.values()), list(axes)
 
 
 def _exchange(parts: Sequence[_Part], axis: Axis, op: Any) -> None:
-    """Combine the values of ``parts`` over the ranks of ``axis``, in one collective."""
+    """Combine the numbers of ``parts`` over the ranks of ``axis``, in one collective."""
     if not parts:
         return
-    values = torch.stack([part.value for part in parts])
-    home = values.device
+    norms = torch.cat([part.norms for part in parts])
+    home = norms.device
     if op != dist.ReduceOp.SUM:
         # Comparisons lose NaN: it travels apart, as what either comparison keeps.
         kept = 1.0 if op == dist.ReduceOp.MAX else -1.0
-        values = torch.cat([values.nan_to_num(0.0, posinf=math.inf, neginf=-math.inf), values.isnan() * kept])
-    values = values.to(axis.device)
-    dist.all_reduce(values, op=op, group=axis.group)
-    values = values.to(home)
+        norms = torch.cat([norms.nan_to_num(0.0, posinf=math.inf, neginf=-math.inf), norms.isnan() * kept])
+    norms = norms.to(axis.device)
+    dist.all_reduce(norms, op=op, group=axis.group)
+    norms = norms.to(home)
     if op != dist.ReduceOp.SUM:
-        numbers, is_nan = values.chunk(2)
-        values = numbers.masked_fill(is_nan != 0, math.nan)
-    for part, value in zip(parts, values, strict=True):
-        part.value = value
+        numbers, is_nan = norms.chunk(2)
+        norms = numbers.masked_fill(is_nan != 0, math.nan)
+    for part, own in zip(parts, norms.split([len(part.grads) for part in parts]), strict=True):
+        part.norms = own
 
 
 # On this rank
 
 
-def _local_norm(grads: Sequence[torch.Tensor], order: float, *, dtype: torch.dtype) -> torch.Tensor:
-    """Of all elements that are here; of order 0 their number that are not 0. The steps are those of
-    ``torch.nn.utils.get_total_norm``.
+def _local_norms(
+    grads: Sequence[torch.Tensor | None], order: float, *, dtype: torch.dtype, home: torch.device
+) -> torch.Tensor:
+    """One per gradient; of order 0 the number of elements that are not 0. Without elements it is what changes nothing:
+    0, or infinity for an order below 0.
     """
-    norms: list[torch.Tensor] = []
-    for (_, _), same in _by_kind(grads).items():
-        # Only where an empty tensor has a norm: it would change how the others are added up.
-        tensors = same if 0 < order < math.inf else [grad for grad in same if grad.numel() > 0]
-        norms.extend(torch._foreach_norm(tensors, order, dtype=dtype) if tensors else ())
-    if not norms:
-        return torch.tensor(math.inf if order == -math.inf else 0.0, dtype=dtype)
-    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
-    return stacked.sum() if order == 0 else torch.linalg.vector_norm(stacked, order)
+    nothing = torch.full((), math.inf if order < 0 else 0.0, dtype=dtype, device=home)
+    norms = [nothing] * len(grads)
+    for numbers, tensors in _by_kind(grads):
+        for number, norm in zip(numbers, torch._foreach_norm(tensors, order, dtype=dtype), strict=True):
+            norms[number] = norm.to(home)
+    return torch.stack(norms)
 
 
-def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return kinds
+def _by_kind(grads: Sequence[torch.Tensor | None]) -> list[tuple[list[int], list[torch.Tensor]]]:
+    """Those with elements, with their positions: apart by device and dtype, as the multi-tensor kernels want them."""
+    kinds: dict[Any, tuple[list[int], list[torch.Tensor]]] = {}
+    for number, grad in enumerate(grads):
+        if grad is not None and grad.numel() > 0:
+            numbers, tensors = kinds.setdefault((grad.device, grad.dtype), ([], []))
+            numbers.append(number)
+            tensors.append(grad)
+    return list(kinds.values())

@@ -109,8 +109,10 @@ def _holds_distributed(optimizer: Optimizer) -> bool:
 def _say_once(kind: type[Optimizer], *, holds_distributed: bool) -> None:
     if holds_distributed:
         logger.warning(
-            "%s is not known to update element by element: optimizer_step runs its own step() on distributed tensors",
-            f"{kind.__module__}.{kind.__qualname__}",
+            "optimizer_step runs the own step() of %s.%s on distributed tensors: it is differentiable, or not known to "
+            "update element by element",
+            kind.__module__,
+            kind.__qualname__,
         )
 
 

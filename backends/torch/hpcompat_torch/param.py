@@ -37,9 +37,14 @@ def uid_of(parameter: torch.Tensor) -> int:
 
 
 def owner_of(parameter: torch.Tensor) -> ShardedParam | None:
-    """What ``parameter`` is a representation of (original, sharded, unsharded), if ``fully_shard`` has taken it."""
-    uid = getattr(parameter, _UID, None)
-    return None if uid is None else _owners.get(uid)
+    """What ``parameter`` is a representation of: the shard, or what is registered in its place. Else ``None``, also for
+    an original parameter or a copy.
+    """
+    owner = _owners.get(getattr(parameter, _UID, -1))
+    if owner is None:
+        return None
+    own = (owner.sharded_param, owner.unsharded_param, owner.post_forward_param)
+    return owner if any(parameter is representation for representation in own) else None
 
 
 def clear_gradient(parameter: torch.Tensor, *, set_to_none: bool) -> None:

@@ -138,6 +138,9 @@ class Torch:
     def at_event(self, name: str, module: Any, callback: Callback) -> AbstractContextManager[None]:
         return at_hpcompat_event(name, module, callback)
 
+    def value_and_grad(self, function: Callable[..., Any], weights: list[Any]) -> Callable[..., Any]:
+        return hpcompat.value_and_grad(function, weights)
+
     def optimizer(self, model: nn.Module, kind: str) -> Any:
         if kind == "sgd":
             return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)

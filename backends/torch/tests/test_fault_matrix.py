@@ -29,3 +29,7 @@ def test_a_step_may_fail_at_any_event(pool: PoolSet, setting: str, who: str) -> 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_what_a_reset_forgets_shows(pool: PoolSet, plant: str) -> None:
     suite.check_plant(pool, kit=KIT, plant=plant)
+
+
+def test_the_documented_recipe(pool: PoolSet) -> None:
+    pool(2).run("fault_matrix.documented:run", kit=KIT)

@@ -14,6 +14,8 @@ NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "scalars": ("neutral_calls:scalars", {}, (1, 2, 4)),
+    "agreement": ("neutral_calls:agreement", {}, (1, 2, 4)),
+    "agreement in a group": ("neutral_calls:agreement_in_a_group", {}, (4,)),
     "groups": ("neutral_calls:groups", {}, (4,)),
     "wrong mesh": ("neutral_calls:wrong_mesh", {}, (2,)),
     "numpy": ("neutral_calls:numpy_and_back", {"half": torch.float16, "narrow": torch.bfloat16}, (1,)),

@@ -6,9 +6,24 @@ import pytest
 
 from behaviour.registry import Behaviour, behaviours_of
 from hpcompat_conformance.pool import PoolSet
-from optimizers import around, containers, decoder, element, states, steps
+from optimizers import (
+    around,
+    clipping,
+    containers,
+    decoder,
+    element,
+    foreign,
+    kernel_choice,
+    norms,
+    scaling,
+    states,
+    steps,
+    zeroing,
+)
 
-ALL = behaviours_of(steps, around, states, containers, element, decoder)
+ALL = behaviours_of(
+    steps, kernel_choice, around, states, containers, norms, clipping, scaling, zeroing, foreign, element, decoder
+)
 
 
 @pytest.mark.usefixtures("one_rank")

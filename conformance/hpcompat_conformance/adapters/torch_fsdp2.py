@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from hpcompat_conformance.impl import Adapter, Implementation, api_capabilities
 
 ADAPTER = Adapter(
@@ -15,8 +17,18 @@ ADAPTER = Adapter(
 def load() -> Implementation:
     """Runs in a worker."""
     from torch.distributed import fsdp
+    from torch.distributed._composable import replicate_with_fsdp
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
 
     from hpcompat_conformance.on_torch.framework import TorchFramework
 
+    # Some of what its callers use is not where its documentation points.
+    half_public = {
+        "FSDPMeshInfo": _fsdp_common.FSDPMeshInfo,
+        "ShardPlacementResult": _fsdp_common.ShardPlacementResult,
+        "ReplicateModule": replicate_with_fsdp.ReplicateModule,
+        "replicate": replicate_with_fsdp.replicate,
+    }
+    api = SimpleNamespace(**{name: getattr(fsdp, name) for name in fsdp.__all__}, **half_public)
     framework = TorchFramework()
-    return Implementation(fsdp, framework, api_capabilities(fsdp) | framework.capabilities, framework.versions())
+    return Implementation(api, framework, api_capabilities(api) | framework.capabilities, framework.versions())

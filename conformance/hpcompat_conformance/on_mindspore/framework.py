@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from hpcompat_conformance.on_mindspore import collectives, models
 from hpcompat_conformance.on_mindspore.names import dtype_name, dtype_named
 from hpcompat_conformance.recipes import Recipe
 from hpcompat_mindspore import autograd, optim
+from hpcompat_mindspore.collectives import ProcessGroupAllGather, ProcessGroupReduceScatter
 from hpcompat_mindspore.mesh import DeviceMesh, init_device_mesh
 from hpcompat_mindspore.optimizer import gradient_of
 from hpcompat_mindspore.param import Shown, full_tensor, param_of
@@ -127,3 +128,32 @@ class MindSporeFramework:
 
     def collectives(self) -> AbstractContextManager[list[Collective]]:
         return collectives.record()
+
+    def on_forward(
+        self, module: nn.Cell, *, before: Callable[[], None] | None = None, after: Callable[[Any], None] | None = None
+    ) -> None:
+        if before is not None:
+            module.register_forward_pre_hook(lambda cell, args: before())
+        if after is not None:
+            module.register_forward_hook(lambda cell, args, output: after(output))
+
+    def on_gradient(self, tensor: Tensor, function: Callable[[Any], None]) -> None:
+        tensor.register_hook(function)
+
+    def empty(self, size: Sequence[int], *, dtype: Any, device: str) -> Tensor:
+        return ProcessGroupAllGather().allocate(size, dtype=dtype, device=device)
+
+    def all_gather(self, output: Tensor, input: Tensor, *, group: Any, async_op: bool) -> Any:
+        return ProcessGroupAllGather()(output, input, group, async_op)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, *, group: Any, op: Any, async_op: bool) -> Any:
+        return ProcessGroupReduceScatter()(output, input, group, op, async_op)
+
+    def ranks_of(self, group: Any) -> tuple[int, ...]:
+        return tuple(group.ranks)
+
+    def shares_memory(self, left: Tensor, right: Tensor) -> bool:
+        return np.shares_memory(left.asnumpy(), right.asnumpy())
+
+    def scale(self, tensor: Tensor, factor: float) -> None:
+        tensor.copy_(tensor * factor)

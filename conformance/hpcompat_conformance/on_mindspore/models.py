@@ -52,6 +52,9 @@ class ChainModel(nn.Cell):
                 x = _relu(x)
         return x if self.scale is None else _multiply(x, self.scale)
 
+    def generate(self, x: Tensor) -> Tensor:
+        return self.construct(x)
+
 
 class BranchesModel(nn.Cell):
     """See `recipes.Branches`."""

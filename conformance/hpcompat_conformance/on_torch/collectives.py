@@ -1,4 +1,4 @@
-"""Recording collectives by standing in for the public functions of ``torch.distributed``."""
+"""Recording collectives by standing in for the public functions of ``torch.distributed``, and calling them."""
 
 from __future__ import annotations
 
@@ -85,3 +85,15 @@ def _describe(kind: str, *, sized: Any, group: Any) -> Collective:
     num_elements = sum(tensor.numel() for tensor in tensors)
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     return Collective(kind, ranks, num_elements, dtype_name(tensors[0].dtype))
+
+
+def all_gather(output: torch.Tensor, input: torch.Tensor, *, group: Any, async_op: bool) -> Any:
+    """The function of this torch's name, looked up now so that it is recorded."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return function(output, input, group=group, async_op=async_op)
+
+
+def reduce_scatter(output: torch.Tensor, input: torch.Tensor, *, group: Any, op: Any, async_op: bool) -> Any:
+    """Likewise."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return function(output, input, group=group, op=op, async_op=async_op)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -111,3 +112,32 @@ class TorchFramework:
 
     def collectives(self) -> AbstractContextManager[list[Collective]]:
         return collectives.record()
+
+    def on_forward(
+        self, module: nn.Module, *, before: Callable[[], None] | None = None, after: Callable[[Any], None] | None = None
+    ) -> None:
+        if before is not None:
+            module.register_forward_pre_hook(lambda module, args: before())
+        if after is not None:
+            module.register_forward_hook(lambda module, args, output: after(output))
+
+    def on_gradient(self, tensor: torch.Tensor, function: Callable[[Any], None]) -> None:
+        tensor.register_hook(function)
+
+    def empty(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, group: Any, async_op: bool) -> Any:
+        return collectives.all_gather(output, input, group=group, async_op=async_op)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, *, group: Any, op: Any, async_op: bool) -> Any:
+        return collectives.reduce_scatter(output, input, group=group, op=op, async_op=async_op)
+
+    def ranks_of(self, group: Any) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(group))
+
+    def shares_memory(self, left: torch.Tensor, right: torch.Tensor) -> bool:
+        return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+
+    def scale(self, tensor: torch.Tensor, factor: float) -> None:
+        tensor.mul_(factor)

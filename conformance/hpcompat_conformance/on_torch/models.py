@@ -31,6 +31,9 @@ class ChainModel(nn.Module):
                 x = torch.relu(x)
         return x if self.scale is None else x * self.scale
 
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x)
+
 
 class BranchesModel(nn.Module):
     """See `recipes.Branches`."""

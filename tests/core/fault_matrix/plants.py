@@ -57,7 +57,6 @@ def _without_call(group: Any, method: str) -> Iterator[None]:
 
 
 _FSDP, _NO_SYNC = "FSDP reshard=True, one batch", "FSDP reshard=True, sync off"
-_LIST = "list reshard=True, one batch"
 
 PLANTS: dict[str, Plant] = {
     "gradients without sync": Plant(ParamGroup, "drop_gradients", _NO_SYNC, "before backward", "root", of_tensors=True),
@@ -65,14 +64,8 @@ PLANTS: dict[str, Plant] = {
     "gathers in flight": Plant(ParamGroup, "_gather", _FSDP, "in forward", "first"),
     "reductions in flight": Plant(CommContext, "_reductions", _FSDP, "node in backward", "first"),
     "the order of forwards": Plant(CommContext, "post_forward_order", _FSDP, "before backward", "root"),
-    "places in that order": Plant(ParamGroup, "post_forward_indices", _FSDP, "before backward", "root"),
     "the queued callback": Plant(Iteration, "final_callback_queued", _FSDP, "node in backward", "middle"),
-    "the root of the forward": Plant(Iteration, "forward_root", _FSDP, "in forward", "root"),
     "the state of a unit": Plant(Unit, "training_state", _FSDP, "in forward", "middle"),
-    "the state of a group": Plant(ParamGroup, "training_state", _FSDP, "node in backward", "middle"),
-    "members of a list that have not run": Plant(
-        Unit, "_to_run", "list reshard=True, one batch", "in forward", "first"
-    ),
 }
 
 

@@ -120,8 +120,8 @@ def _all_reduce_hook(site: Site) -> None:
 
 
 SCRIPT = ("before forward", "before backward", "between microbatches", "before the optimizer steps")
-_SHARDED = frozenset({"shards"})
-_REGATHERED = frozenset({"shards", "reshards"})
+_SHARDED = frozenset({"shards", "one group"})
+_REGATHERED = _SHARDED | {"reshards"}
 
 POINTS = [
     Point("before forward"),
@@ -144,7 +144,7 @@ POINTS = [
     Point("custom all-gather in backward, after", _gather("after"), skip=1, needs=_REGATHERED, on_one_rank=False),
     Point("custom reduce-scatter, before", _scatter("before"), needs=_SHARDED),
     Point("custom reduce-scatter, after", _scatter("after"), needs=_SHARDED, on_one_rank=False),
-    Point("all-reduce hook", _all_reduce_hook, needs=frozenset({"all-reduces"})),
+    Point("all-reduce hook", _all_reduce_hook, needs=frozenset({"one group"})),
     Point("between microbatches", needs=frozenset({"microbatches"})),
     Point("before the optimizer steps"),
 ]

@@ -12,8 +12,11 @@ from fault_matrix.points import SCRIPT, Point
 
 
 class Microbatch(NamedTuple):
+    """What the setters are told before it; not ``is_last`` means also that parameters stay gathered after it."""
+
     sync: bool = True
     all_reduce: bool = True
+    is_last: bool = True
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ PLAIN = Style("one batch")
 NO_SYNC = Style("sync off", (Microbatch(sync=False), Microbatch(sync=False), Microbatch()), 1)
 SYNC = Style("sync on", (Microbatch(), Microbatch()), 0)
 NO_ALL_REDUCE = Style("all-reduce off", (Microbatch(all_reduce=False), Microbatch(all_reduce=False), Microbatch()), 1)
+PIPELINE = Style("as a pipeline", (Microbatch(False, False, False), Microbatch(False, False, False), Microbatch()), 1)
 VALUE_AND_GRAD = Style("value_and_grad", calls_backward=False)
 
 
@@ -44,6 +48,10 @@ class Setting:
     is_mixed: bool = False
     label: str = ""
     units: tuple[str, ...] = UNITS
+    # Reductions in flight at once.
+    num_buffers: int = 1
+    # Whether units have a second group, of replicated parameters; hpcompat's own.
+    replicates_biases: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -63,7 +71,7 @@ class Setting:
             "reshards": self.reshard is not False,
             "microbatches": len(self.style.microbatches) > 1,
             "calls backward": self.style.calls_backward,
-            "all-reduces": True,
+            "one group": not self.replicates_biases,
         }
         return frozenset(fact for fact, holds in facts.items() if holds)
 
@@ -76,21 +84,28 @@ class Setting:
         if self.mesh not in meshes:
             names = ("replicate", "shard")[-len(self.mesh) :]
             meshes[self.mesh] = hpcompat.init_device_mesh(None, self.mesh, mesh_dim_names=names)
-        options: dict[str, Any] = {"mesh": meshes[self.mesh]}
-        if self.is_mixed:
-            options["mp_policy"] = kit.mixed_policy()
         first, middle, last = model.layers
-        if self.wrapper == "replicate":
-            units: list[Any] = [first, middle, last]
-            for unit in (*units, model):
-                kit.replicate(unit, **options)
-        else:
-            units = [[first, middle], last] if self.wrapper == "list" else [first, middle, last]
-            for unit in (*units, model):
-                kit.fully_shard(unit, reshard_after_forward=self.reshard, **options)
+        for unit in ([first, middle], last, model) if self.wrapper == "list" else (first, middle, last, model):
+            self._wrap_unit(kit, unit, mesh=meshes[self.mesh])
+        if self.num_buffers > 1:
+            model.set_reduce_scatter_max_input_buffers(self.num_buffers)
         # So that gathers are in flight wherever the trap springs.
         first.set_modules_to_forward_prefetch([last] if self.wrapper == "list" else [middle, last])
         return model
+
+    def _wrap_unit(self, kit: Kit, unit: Any, *, mesh: Any) -> None:
+        if self.wrapper == "replicate":
+            kit.replicate(unit, mesh=mesh)
+            return
+        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": self.reshard}
+        if self.is_mixed:
+            options["mp_policy"] = kit.mixed_policy()
+        if self.replicates_biases:
+            own = unit.head if hasattr(unit, "head") else unit
+            options["replicate_params"] = {
+                parameter for name, parameter in hpcompat.named_parameters(own) if name.endswith("bias")
+            }
+        kit.fully_shard(unit, **options)
 
 
 _ONE_UNIT = ("middle",)
@@ -116,17 +131,17 @@ STYLES = [
     Setting((2,), "replicate", style=NO_SYNC, units=_ONE_UNIT),
     Setting((2,), "list", style=NO_SYNC, units=_ONE_UNIT),
     Setting((4,), reshard=2, units=_ONE_UNIT),
+    Setting((2, 2), label="HSDP, 3 buffers", num_buffers=3, units=_ONE_UNIT),
     Setting((2,), style=VALUE_AND_GRAD, units=_ONE_UNIT),
+    Setting((2,), style=PIPELINE, units=_ONE_UNIT),
+    Setting((2,), label="replicate_params", replicates_biases=True, style=NO_SYNC, units=_ONE_UNIT),
 ]
 SETTINGS = [*WRAPPERS, *STYLES]
-BY_ID = {setting.id: setting for setting in SETTINGS}
-# Those in which the trap is also laid at each of the scheduler's events.
+# Those in which the trap is also laid at each of the scheduler's events, in any microbatch.
 EVENT_BY_EVENT = [
-    BY_ID[id]
-    for id in (
-        "FSDP reshard=True, one batch",
-        "FSDP reshard=True, sync off",
-        "list reshard=True, one batch",
-        "HSDP reshard=True, all-reduce off",
-    )
+    Setting((2,)),
+    Setting((2,), "list"),
+    Setting((2,), style=Style("sync off, then on", (Microbatch(sync=False), Microbatch()))),
+    Setting((2, 2), label="HSDP", style=Style("all-reduce off, then on", (Microbatch(all_reduce=False), Microbatch()))),
 ]
+BY_ID = {setting.id: setting for setting in (*SETTINGS, *EVENT_BY_EVENT)}

@@ -51,7 +51,7 @@ class Script:
         """One that goes well."""
         self._zero_grad()
         with hpcompat.record_events() as events:
-            losses = self._microbatches(number)
+            losses = self.run(number)
         gradients = [_bytes(weight.grad) for weight in self._weights]
         self.optimizer.step()
         states = [array.tobytes() for array in self.kit.states(self.optimizer)]
@@ -63,7 +63,8 @@ class Script:
             events,
         )
 
-    def _microbatches(self, number: int, *, sets_trap: bool = False) -> list[Any]:
+    def run(self, number: int, *, sets_trap: bool = False) -> list[Any]:
+        """Forward and backward of every microbatch of step ``number``; the losses."""
         style = self.setting.style
         losses = []
         for index, microbatch in enumerate(style.microbatches):
@@ -75,13 +76,15 @@ class Script:
         return losses
 
     def _microbatch(self, microbatch: Microbatch, batch: Any) -> Any:
+        self.model.set_is_last_backward(microbatch.is_last)
+        self.model.set_reshard_after_backward(microbatch.is_last)
         self.model.set_requires_gradient_sync(microbatch.sync)
         if not microbatch.all_reduce:
             self.model.set_requires_all_reduce(False)
         inputs = hpcompat.from_numpy(batch)
         self._pass("before forward")
         if not self.setting.style.calls_backward:
-            return hpcompat.value_and_grad(self._loss, self._weights)(inputs)[0]
+            return self.kit.value_and_grad(self._loss, self._weights)(inputs)[0]
         loss = self._loss(inputs)
         self._pass("before backward")
         hpcompat.backward(loss)
@@ -109,7 +112,7 @@ class Script:
     def fail_together(self, number: int) -> None:
         """All ranks raise at the same place: each gives up by itself."""
         try:
-            self._microbatches(number, sets_trap=True)
+            self.run(number, sets_trap=True)
             self._pass("before the optimizer steps")
         except Fault:
             self._drop()
@@ -121,12 +124,12 @@ class Script:
         start = self.model.begin_step()
         is_well = True
         try:
-            self._microbatches(number, sets_trap=_is_last_rank())
+            self.run(number, sets_trap=_is_last_rank())
             self._pass("before the optimizer steps")
         except Fault:
             is_well = False
             with self.model.catch_up(start):
-                self._microbatches(_DUMMY)
+                self.run(_DUMMY)
         if hpcompat.agree(is_well):
             raise NotReached
         self._drop()
@@ -135,7 +138,7 @@ class Script:
         """The last rank raises where the ranks agree anyway whether to go on, before each phase of the step."""
         self._agrees = True
         try:
-            self._microbatches(number, sets_trap=_is_last_rank())
+            self.run(number, sets_trap=_is_last_rank())
             self._pass("before the optimizer steps")
         except Disagreement:
             self._drop()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 Provoke = Callable[[Any], object]
@@ -57,8 +58,16 @@ class OnTheCpu:
 
     def fully_shard(self, module: Any, *, mesh: Any = None, **options: Any) -> Any:
         """As the API's own."""
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
-        return self._api.fully_shard(module, mesh=mesh, **options)
+        return self._api.fully_shard(module, mesh=_mesh(mesh), **options)
+
+    def replicate(self, module: Any, *, mesh: Any = None, **options: Any) -> Any:
+        """As the API's own; native has it in another module."""
+        function = getattr(self._api, "replicate", None) or replicate_with_fsdp.replicate
+        return function(module, mesh=_mesh(mesh), **options)
+
+
+def _mesh(mesh: Any) -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
 
 
 def qualified(kind: type) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from misuse import arguments, meshes, modules, settings, silent, training
+from misuse import arguments, meshes, modules, replicated, settings, silent, training
 from misuse.row import Misuse
 
 _HAS_ACCELERATOR = torch.accelerator.is_available()
@@ -17,5 +17,6 @@ ROWS: list[Misuse] = [
     *settings.ROWS,
     *training.ROWS,
     *silent.ROWS,
+    *replicated.ROWS,
 ]
 BY_ID: dict[str, Misuse] = {row.id: row for row in ROWS}

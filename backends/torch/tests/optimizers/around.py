@@ -191,6 +191,7 @@ def a_step_leaves_no_trace() -> None:
     ours, theirs = pair(optim.SGD, dtype=torch.float32, lr=0.1)
     take_steps(ours, theirs, steps=range(1))
     before = snapshot(ours)
+    assert before["local gradients"] == [None] * 6
     optimizer_step(ours)
     optimizer_step(ours)
     assert snapshot(ours) == before
@@ -223,7 +224,7 @@ def a_step_runs_few_kernels_and_none_on_dtensors(foreach: bool | None) -> None:
         assert counted.distributed == []
     in_bulk = [name for name in counted.names if "_foreach_" in name]
     assert any("_foreach_addcdiv_" in name for name in in_bulk)
-    assert len(in_bulk) == len(set(in_bulk)) <= 10
+    assert len(in_bulk) <= 10, in_bulk
     assert not any("addcdiv_.default" in name and name not in in_bulk for name in counted.names)
 
 
@@ -267,12 +268,26 @@ class Collecting(optim.AdamW):
         return super()._init_group({**group, "params": group["params"][:1]}, *lists)
 
 
+class Lamb(optim.Optimizer):
+    """Scales the update of a tensor by the norms of the whole tensor."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                ratio = parameter.norm() / (parameter.grad.norm() + 1.0)
+                parameter.add_(parameter.grad * ratio, alpha=-group["lr"])
+
+
 OTHERS = {
     "own step": (Own, {"lr": 0.1}, True),
     "own collecting": (Collecting, {"lr": 0.1}, True),
     "subclass": (Named, {"lr": 0.1}, False),
     "differentiable": (optim.SGD, {"lr": 0.1, "differentiable": True}, True),
-    "Adafactor": (optim.Adafactor, {"lr": 0.1, "foreach": False}, True),
+    "norms": (Lamb, {"lr": 0.1}, True),
 }
 
 
@@ -305,7 +320,7 @@ def other_optimizers_run_their_own_step(name: str) -> None:
     assert len(messages.texts) == own
     if own:
         assert kind.__qualname__ in messages.texts[0]
-        assert "its own step() on distributed tensors" in messages.texts[0]
+        assert "on distributed tensors" in messages.texts[0]
     if name == "own step":
         assert ours.num_steps == 2
 
@@ -346,11 +361,11 @@ def optimizers_in_backward_may_use_it() -> None:
         assert_equal_optimizers(mine, other)
 
 
-@behaviour(1, 2)
-def stale_parameters_are_refused() -> None:
-    """As by `optimizer.step()`."""
+@behaviour(1, 2, reports=["A11"], each=[{"name": name} for name in ("AdamW", "Adagrad")])
+def stale_parameters_are_refused(name: str) -> None:
+    """As by `optimizer.step()`; Adagrad has made states for them already."""
     model = mlp()
-    optimizer = optim.AdamW(model.parameters())
+    optimizer = getattr(optim, name)(model.parameters())
     wrap(model)
     with pytest.raises(ValueError, match="Create the optimizer after wrapping"):
         optimizer_step(optimizer)

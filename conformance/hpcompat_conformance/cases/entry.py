@@ -1,0 +1,129 @@
+"""Ways into a unit other than its own forward, and what belongs to which unit."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from hpcompat_conformance.case import case
+from hpcompat_conformance.checks import check, check_arrays, check_equal, check_raises
+from hpcompat_conformance.recipes import Chain, Tied
+from hpcompat_conformance.run_context import Context
+
+UNITS = ("layers.0", "layers.1", "layers.2")
+RECIPE = Chain(own=True)
+REGISTER = ("register_fsdp_forward_method",)
+
+
+@case("ENT-01", procs=(1, 2, 4), requires=REGISTER, reports=("A72",))
+def a_registered_method_trains(ctx: Context) -> None:
+    truth = ctx.true_gradients(RECIPE)
+    for policy in (None, True, False):
+        logs = []
+        for name in ("__call__", "generate"):
+            model = ctx.shard(ctx.model(RECIPE), units=UNITS, reshard_after_forward=policy)
+            ctx.api.register_fsdp_forward_method(model, "generate")
+            with ctx.record() as log:
+                output = getattr(model, name)(ctx.inputs(RECIPE))
+                forms = ctx.sharded(model)
+                ctx.framework.backward(ctx.framework.loss(output))
+            check_arrays(ctx.gradients(model), truth, what=f"gradient by {name} with reshard_after_forward={policy}")
+            check_equal(set(ctx.sharded(model).values()), {True}, what="sharded after backward")
+            logs.append((ctx.schedule(log), forms))
+        check_equal(logs[1], logs[0], what="collectives, and forms after forward, of the registered method")
+
+
+@case("ENT-01", procs=(1, 2, 4), requires=REGISTER, reports=("A72",))
+def a_registered_method_without_gradients(ctx: Context) -> None:
+    truth = ctx.framework.array(ctx.model(RECIPE)(ctx.inputs(RECIPE)))
+    model = ctx.shard(ctx.model(RECIPE), units=UNITS)
+    ctx.api.register_fsdp_forward_method(model, "generate")
+    with ctx.framework.no_grad():
+        for _ in range(2):
+            found = ctx.framework.array(model.generate(ctx.inputs(RECIPE)))
+            check_arrays({"output": found}, {"output": truth}, what="generated")
+
+
+@case("ENT-02", procs=(1, 2), requires=REGISTER)
+def a_method_of_a_plain_module_and_a_missing_one(ctx: Context) -> None:
+    plain = ctx.model(RECIPE)
+    before = ctx.framework.array(plain.generate(ctx.inputs(RECIPE)))
+    ctx.api.register_fsdp_forward_method(plain, "generate")
+    after = ctx.framework.array(plain.generate(ctx.inputs(RECIPE)))
+    check_arrays({"output": after}, {"output": before}, what="of a module that is not wrapped")
+    with check_raises(ValueError, containing="does not have a method"):
+        ctx.api.register_fsdp_forward_method(ctx.shard(ctx.model(RECIPE)), "no_such_method")
+
+
+@case("ENT-03", procs=(1, 2), reports=("A48",))
+def a_parameter_in_two_units(ctx: Context) -> None:
+    model = ctx.model(Tied())
+    with check_raises(ValueError, containing="is shared with a parameter already managed"):
+        ctx.shard(model, units=("embed", "head"))
+        model(ctx.inputs(Tied()))
+
+
+@case("ENT-03", procs=(1, 2, 4), reports=("A47", "A48"))
+def a_parameter_in_a_list_of_modules(ctx: Context) -> None:
+    model = ctx.model(Tied())
+    ctx.api.fully_shard([ctx.framework.child(model, path) for path in ("embed", "head")], mesh=ctx.mesh())
+    ctx.shard(model, units=("layers.0",))
+    for step in range(2):
+        ctx.train(model, ctx.inputs(Tied(), step=step))
+    check_arrays(ctx.gradients(model), ctx.true_gradients(Tied(), steps=range(2)), what="gradient")
+
+
+@case("ENT-04", procs=(1, 2, 4))
+def models_that_come_and_go(ctx: Context) -> None:
+    kept = ctx.shard(ctx.model(Tied()))
+    truth = ctx.true_gradients(Tied())
+    for round in range(6):
+        model = ctx.shard(ctx.model(Tied()))
+        ctx.train(model, ctx.inputs(Tied()))
+        check_arrays(ctx.gradients(model), truth, what=f"gradient of model {round}")
+        del model
+        gc.collect()
+        ctx.framework.zero_grad(kept)
+        ctx.train(kept, ctx.inputs(Tied()))
+        check_arrays(ctx.gradients(kept), truth, what=f"gradient of the model that stayed, after model {round} has gone")
+
+
+class Looks:
+    """Notes which parameters are registered in their full form at its calls."""
+
+    def __init__(self, ctx: Context, model: Any) -> None:
+        self.seen: dict[str, list[bool]] = {}
+        self._ctx, self._model = ctx, model
+
+    def put_on(self, path: str, when: str) -> None:
+        """Look before and after each forward of a submodule."""
+        module = self._ctx.framework.child(self._model, path)
+        self._ctx.framework.on_forward(
+            module,
+            before=lambda: self._look(path, f"before forward, hook from {when} wrapping"),
+            after=lambda output: self._look(path, f"after forward, hook from {when} wrapping"),
+        )
+
+    def _look(self, path: str, moment: str) -> None:
+        forms = self._ctx.sharded(self._ctx.framework.child(self._model, path))
+        check(len(set(forms.values())) == 1, f"expected parameters of one form, but got {forms}")
+        self.seen.setdefault(f"{path}, {moment}", []).append(not next(iter(forms.values())))
+
+
+@case("ENT-05", procs=(1, 2, 4))
+def hooks_and_the_form_of_parameters(ctx: Context) -> None:
+    for policy in (True, False):
+        model = ctx.model(Chain())
+        looks = Looks(ctx, model)
+        for path in UNITS:
+            looks.put_on(path, "before")
+        ctx.shard(model, units=UNITS, reshard_after_forward=policy)
+        for path in UNITS:
+            looks.put_on(path, "after")
+        for _ in range(2):
+            ctx.train(model, ctx.inputs(Chain()))
+        moments = {"before forward, hook from before wrapping", "after forward, hook from before wrapping"}
+        moments |= {"before forward, hook from after wrapping"}
+        expected = {f"{path}, {moment}": [True] * 2 for path in UNITS for moment in moments}
+        expected |= {f"{path}, after forward, hook from after wrapping": [not policy] * 2 for path in UNITS}
+        check_equal(looks.seen, expected, what=f"full parameters with reshard_after_forward={policy}")
