@@ -24,7 +24,6 @@ from typing import Any
 
 from rich.console import Console
 
-from hpcompat.cli.launch import find_mpirun, mpi_environment
 from on_mindspore.cases import CASES
 from on_mindspore.report import print_report
 from on_mindspore.settings import Settings
@@ -80,7 +79,7 @@ def measure(settings: Settings, *, console: Console) -> dict[str, Any]:
         path, errors = Path(folder, "result.json"), Path(folder, "errors")
         with errors.open("wb") as stderr:
             process = subprocess.Popen(
-                mpirun_command(settings, path),
+                launch_command(settings, path),
                 env=environment(settings),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -96,21 +95,15 @@ def measure(settings: Settings, *, console: Console) -> dict[str, Any]:
     return result
 
 
-def mpirun_command(settings: Settings, result: Path) -> list[str]:
-    """As `hpcompat launch` starts a script."""
-    mpirun = find_mpirun()
-    if mpirun is None:
-        raise RuntimeError("expected MPI, but got no mpirun; install it with: pip install 'hpcompat[mindspore-cpu]'")
-    command = [mpirun, "-n", str(settings.num_ranks), "--bind-to", "none", "--oversubscribe"]
-    command += [sys.executable, "-m", "mpi4py", "-m", "on_mindspore.worker"]
-    return [*command, json.dumps(dataclasses.asdict(settings)), str(result)]
+def launch_command(settings: Settings, result: Path) -> list[str]:
+    """The ranks, started as any training script is."""
+    command = [sys.executable, "-m", "hpcompat.cli", "launch", "-n", str(settings.num_ranks), "--backend", "mindspore"]
+    return [*command, "-m", "on_mindspore.worker", json.dumps(dataclasses.asdict(settings)), str(result)]
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """That of `hpcompat launch`, with this folder on the path."""
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(settings.num_threads)}
-    return {**mpi_environment(), **os.environ, **own}
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(settings.num_threads)}
 
 
 def versions() -> dict[str, str]:

@@ -22,6 +22,7 @@ from hpcompat.module import HSDPModule, ReplicateModule, UnshardHandle
 from hpcompat.optim import clip_grad_norm_, optimizer_step, unscale_grads_, zero_grad
 from hpcompat.placement import Replicate, Shard, ShardPlacementResult
 from hpcompat.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from hpcompat.record import record
 from hpcompat.trace import trace
 from hpcompat.training import (
     backward,
@@ -85,6 +86,7 @@ __all__ = [
     "no_grad",
     "optimizer_step",
     "parameters",
+    "record",
     "record_events",
     "register_fsdp_forward_method",
     "replicate",

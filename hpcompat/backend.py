@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hpcompat.distributed import Distributed
     from hpcompat.optim import Optim
     from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
+    from hpcompat.record import Checkpoint
     from hpcompat.training import Training
 
 
@@ -204,6 +205,7 @@ class Backend(Protocol):
     # Rooms that the scheduler does not enter: the backend's modules of the same names.
     distributed: Distributed
     training: Training
+    checkpoint: Checkpoint
     optim: Optim
 
     def owns(self, value: object) -> bool:

@@ -13,6 +13,9 @@ from hpcompat.errors import CapabilityError
 if TYPE_CHECKING:
     from hpcompat.backend import Backend
 
+# Called around every `optimizer_step`, with "before_optim" or "after_optim" and the optimizer.
+listeners: list[Callable[[str, Any], None]] = []
+
 
 class Optim(Protocol):
     """What the room ``optim.py`` of each backend gives.
@@ -26,6 +29,11 @@ class Optim(Protocol):
     SGD: Callable[..., Any]
 
     def is_optimizer(self, value: object) -> bool: ...
+    def gradient_of(self, parameter: Any) -> Any | None:
+        """What a step takes: ``grad``, else ``main_grad``."""
+        ...
+
+    def optimizer_state(self, optimizer: Any, parameter: Any) -> Mapping[str, Any]: ...
     def step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any: ...
     def clip_grad_norm_(
         self, parameters: Sequence[Any], max_norm: float, *, norm_type: float, error_if_nonfinite: bool
@@ -194,12 +202,23 @@ def optimizer_step(optimizer: Any, closure: Callable[[], Any] | None = None, *, 
     impl = _backend_of(optimizer, call="optimizer_step")
     if closure is not None and not callable(closure):
         raise TypeError(f"optimizer_step expects closure to be callable, but got {closure!r}")
-    if scaler is None:
-        return impl.optim.step(optimizer, closure)
-    if closure is not None:
+    if closure is not None and scaler is not None:
         raise ValueError(
             f"optimizer_step expects closure or scaler, but got both, {closure!r} and {scaler!r}; run the closure first"
         )
+    if not listeners:
+        return _step(impl, optimizer, closure, scaler)
+    for listener in tuple(listeners):
+        listener("before_optim", optimizer)
+    result = _step(impl, optimizer, closure, scaler)
+    for listener in tuple(listeners):
+        listener("after_optim", optimizer)
+    return result
+
+
+def _step(impl: Backend, optimizer: Any, closure: Callable[[], Any] | None, scaler: Any) -> Any:
+    if scaler is None:
+        return impl.optim.step(optimizer, closure)
     return _scaling(impl, "scaled_step")(optimizer, scaler)
 
 

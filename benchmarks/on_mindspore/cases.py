@@ -142,11 +142,12 @@ class Case:
         blocks = [self.block(self.width) for _ in range(self.num_blocks)]
         model = Stack(blocks, width=self.width, num_outputs=self.num_outputs)
         numbers = np.random.default_rng(0)
-        for _, parameter in hpcompat.named_parameters(model):
+        for name, parameter in hpcompat.named_parameters(model):
             if parameter.ndim > 1:
                 scale = 1 / math.sqrt(parameter.shape[-1])
-                values = numbers.uniform(-scale, scale, parameter.shape).astype(np.float32)
-                parameter.set_data(Tensor(values))
+                parameter.set_data(Tensor(numbers.uniform(-scale, scale, parameter.shape).astype(np.float32)))
+            elif name.endswith("bias"):
+                parameter.set_data(Tensor(np.zeros(parameter.shape, np.float32)))
         return model
 
     def make_input(self, *, rank: int) -> Tensor:

@@ -35,10 +35,11 @@ TURNS = (("sharded", "raw", "host", "bare"), ("host", "sharded", "raw", "bare"))
 
 
 class Sample(NamedTuple):
-    """One step on one rank, in seconds. `cpu` is that of the thread that runs the step."""
+    """One step on one rank, in seconds. `cpu` is that of the thread that runs the step, `process_cpu` of all."""
 
     wall: float
     cpu: float
+    process_cpu: float
     mpi: float = 0.0
     mpi_cpu: float = 0.0
     additions: float = 0.0
@@ -72,11 +73,12 @@ class Lane:
     def _timed_step(self) -> Sample:
         self.clock.start()
         self.additions.take()
-        start, cpu_start = time.perf_counter(), time.thread_time()
+        clocks = (time.perf_counter, time.thread_time, time.process_time)
+        starts = [clock() for clock in clocks]
         self.step()
-        wall, cpu = time.perf_counter() - start, time.thread_time() - cpu_start
+        wall, cpu, process_cpu = (clock() - start for clock, start in zip(clocks, starts, strict=True))
         additions = sum(spent.seconds for spent in self.additions.take().values())
-        return Sample(wall, cpu, self.clock.seconds, self.clock.cpu_seconds, additions)
+        return Sample(wall, cpu, process_cpu, self.clock.seconds, self.clock.cpu_seconds, additions)
 
 
 def make_lanes(case: Case, *, additions: HookClock) -> dict[str, Lane]:

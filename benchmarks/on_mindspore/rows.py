@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
@@ -38,6 +38,8 @@ class Row:
             "host_overhead_interval": self.interval("host"),
             "cpu": {
                 "bare_ms": self.least("bare") * 1e3,
+                "bare_process_ms": min(self.each("bare", lambda step: max(sample.process_cpu for sample in step)))
+                * 1e3,
                 "overhead_ms_per_unit": (self.least("sharded") - self.least("bare")) * 1e3 / self.num_units,
                 "host_overhead_ms_per_unit": (self.least("host") - self.least("bare")) * 1e3 / self.num_units,
             },
@@ -56,13 +58,16 @@ class Row:
 
     def typical(self, name: str, statistic: Callable[[Step], float], picked: list[int] | None = None) -> float:
         """The median over the steps of ``picked`` rounds, or all."""
-        rounds = self.rounds[name]
-        visits = rounds if picked is None else [rounds[index] for index in picked]
-        return median(statistic(step) for visit in visits for step in visit)
+        return median(self.each(name, statistic, picked))
 
     def least(self, name: str) -> float:
         """CPU seconds outside MPI in the cheapest step."""
-        return min(max(sample.cpu_outside_mpi for sample in step) for visit in self.rounds[name] for step in visit)
+        return min(self.each(name, lambda step: max(sample.cpu_outside_mpi for sample in step)))
+
+    def each(self, name: str, statistic: Callable[[Step], float], picked: list[int] | None = None) -> Iterator[float]:
+        rounds = self.rounds[name]
+        visits = rounds if picked is None else [rounds[index] for index in picked]
+        return (statistic(step) for visit in visits for step in visit)
 
 
 def slowest_wall(step: Step) -> float:

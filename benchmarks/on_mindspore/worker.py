@@ -1,8 +1,8 @@
 """One rank of the benchmark: times the cases, then measures memory, then profiles; rank 0 writes what it finds.
 
-    python -m mpi4py -m on_mindspore.worker SETTINGS RESULT
+    hpcompat launch -n RANKS --backend mindspore -m on_mindspore.worker SETTINGS RESULT
 
-is what `mindspore_step_time.py` starts on every rank. Rank 0 prints lines of progress.
+is what `mindspore_step_time.py` starts. Rank 0 prints lines of progress.
 """
 
 from __future__ import annotations

@@ -61,14 +61,16 @@ class Context:
         units: Sequence[str] = (),
         mesh: Any = None,
         root: Mapping[str, Any] | None = None,
+        by_unit: Mapping[str, Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> Any:
-        """``fully_shard`` on the submodules ``units`` and then on the model, all with the same options; ``root`` has
-        those that differ there. Notes which parameters each unit got, for `schedule`."""
+        """``fully_shard`` on the submodules ``units`` and then on the model, all with the same options; ``by_unit`` and
+        ``root`` have those that differ there. Notes which parameters each unit got, for `schedule`."""
         mesh = self.mesh() if mesh is None else mesh
         self._units = self._parameters_by_unit(model, units)
         for path in units:
-            self.api.fully_shard(self.framework.child(model, path), mesh=mesh, **options)
+            own = (by_unit or {}).get(path, {})
+            self.api.fully_shard(self.framework.child(model, path), mesh=mesh, **{**options, **own})
         self.api.fully_shard(model, mesh=mesh, **{**options, **(root or {})})
         return model
 

@@ -233,8 +233,8 @@ def _group_key(info: DataParallelMeshInfo, groups: dict[Any, Any]) -> tuple[Any,
     """
     if shard_world_size(info) * replicate_world_size(info) == 1:
         infos = [members[0] for members in groups.values()]
-        position = next((index for index, known in enumerate(infos) if known.mesh == info.mesh), len(infos))
-        return (position,)
+        alike = (index for index, known in enumerate(infos) if known.mesh == info.mesh and type(known) is type(info))
+        return (next(alike, len(infos)),)
     shard_group = info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
     replicate_group = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
     return shard_group, replicate_group

@@ -16,7 +16,7 @@ from hpcompat.core.unit import Unit
 from hpcompat.errors import CapabilityError
 from hpcompat.mesh import DataParallelMeshDims, FSDPMeshInfo
 from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
-from hpcompat_mindspore import autograd, collectives, distributed, hooks, mesh, optim, probe, training
+from hpcompat_mindspore import autograd, checkpoint, collectives, distributed, hooks, mesh, optim, probe, training
 from hpcompat_mindspore.communicator import Communicator
 from hpcompat_mindspore.group import GroupTensors as MindSporeGroupTensors
 from hpcompat_mindspore.param import uid_of
@@ -34,6 +34,7 @@ class MindSporeBackend:
     module_mixin = hooks.MindSporeModuleMixin
     distributed = distributed
     training = training
+    checkpoint = checkpoint
     optim = optim
 
     def owns(self, value: object) -> bool:

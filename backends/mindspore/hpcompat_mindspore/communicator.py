@@ -24,8 +24,6 @@ from hpcompat_mindspore.tensors import HOST, Buffer, add_arrays
 
 Array = np.ndarray[Any, Any]
 _SEGMENT_BYTES = 1 << 20
-# Elements added and divided at once, so that the sums are still in the cache when they are divided.
-_PIECE = 1 << 16
 
 
 class Work(Protocol):
@@ -161,12 +159,11 @@ class MPICommunicator:
         start = 0
         while start < length:
             index = (first + start) // chunk
-            end = min(length, (index + 1) * chunk - first, start + _PIECE)
-            piece = out[start:end]
-            _add_around_ring(rows[:, start:end], last=index % self._size, out=piece)
-            if op is ReduceOp.AVG:
-                HOST.divide(piece, self._size)
+            end = min(length, (index + 1) * chunk - first)
+            _add_around_ring(rows[:, start:end], last=index % self._size, out=out[start:end])
             start = end
+        if op is ReduceOp.AVG:
+            HOST.divide(out, self._size)
 
     def gather_now(self, output: Array, input: Array) -> None:
         self._second.Allgather(_bits(input), _bits(output))

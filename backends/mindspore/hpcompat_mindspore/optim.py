@@ -9,7 +9,7 @@ another algorithm than AdamW: it has no bias correction. Those with states canno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -26,7 +26,18 @@ from hpcompat_mindspore.optimizer import Optimizer, drop_gradients, gradient_of
 from hpcompat_mindspore.param import Shown, param_of
 from hpcompat_mindspore.sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "clip_grad_norm_", "init_state", "is_optimizer", "step", "zero_grad"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "clip_grad_norm_",
+    "gradient_of",
+    "init_state",
+    "is_optimizer",
+    "optimizer_state",
+    "step",
+    "zero_grad",
+]
 
 _FOREIGN = (nn.Optimizer, experimental.Optimizer)
 
@@ -67,6 +78,25 @@ def init_state(optimizer: Any) -> None:
     """
     if isinstance(optimizer, Optimizer):
         optimizer.init_state()
+
+
+def optimizer_state(optimizer: Any, parameter: Parameter) -> Mapping[str, Any]:
+    """What ``optimizer`` keeps for ``parameter``; one of ours has nothing before its first step."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer.state.get(parameter, {})
+    parameters = tuple(optimizer.parameters)
+    place = next((index for index, other in enumerate(parameters) if other is parameter), None)
+    if place is None:
+        return {}
+    return {name: states[place] for name, states in _states_of(optimizer, parameters)}
+
+
+def _states_of(optimizer: Any, parameters: tuple[Parameter, ...]) -> Iterator[tuple[str, ParameterTuple]]:
+    """Those of MindSpore's own optimizers, which keep a tuple of each kind in the order of the parameters."""
+    for name, states in vars(optimizer).items():
+        is_per_parameter = isinstance(states, ParameterTuple) and len(states) == len(parameters)
+        if is_per_parameter and not any(one is other for one, other in zip(states, parameters, strict=True)):
+            yield name, states
 
 
 def zero_grad(target: Any, *, set_to_none: bool = True) -> None:
@@ -117,14 +147,13 @@ def _check_shards(optimizer: Any, parameters: tuple[Parameter, ...]) -> None:
                 f"expected {type(optimizer).__name__} to step on shards, but got {param.name!r} unsharded; call "
                 "reshard() on its module first"
             )
-    for states in vars(optimizer).values():
-        if isinstance(states, ParameterTuple) and len(states) == len(parameters):
-            for state, parameter in zip(states, parameters, strict=True):
-                if tuple(state.shape) != tuple(parameter.shape):
-                    raise RuntimeError(
-                        f"expected a state of the shard's shape, {tuple(parameter.shape)}, but got {state.name!r} of "
-                        f"shape {tuple(state.shape)}; create {type(optimizer).__name__} after wrapping"
-                    )
+    for _, states in _states_of(optimizer, parameters):
+        for state, parameter in zip(states, parameters, strict=True):
+            if tuple(state.shape) != tuple(parameter.shape):
+                raise RuntimeError(
+                    f"expected a state of the shard's shape, {tuple(parameter.shape)}, but got {state.name!r} of "
+                    f"shape {tuple(state.shape)}; create {type(optimizer).__name__} after wrapping"
+                )
 
 
 def _gradient_for(parameter: Parameter) -> Tensor:

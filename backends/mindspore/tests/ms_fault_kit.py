@@ -116,6 +116,9 @@ class MindSpore:
         parameters = list(hpcompat.parameters(model))
         return optim.SGD(parameters, lr=0.1, momentum=0.9) if kind == "sgd" else optim.AdamW(parameters, lr=0.1)
 
+    def step(self, optimizer: Any, *, closure: Callback | None = None) -> None:
+        hpcompat.optimizer_step(optimizer, closure)
+
     def states(self, optimizer: Any) -> list[np.ndarray[Any, Any]]:
         states = [optimizer.state[parameter] for parameter in optimizer.parameters]
         return [_array(value) for state in states for _, value in sorted(state.items())]

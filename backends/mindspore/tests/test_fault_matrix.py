@@ -39,3 +39,10 @@ def test_the_documented_recipe(ranks: Ranks) -> None:
 def test_with_mindspores_own_value_and_grad(ranks: Ranks, who: str) -> None:
     kit, setting = "ms_fault_kit:MindSporesOwn", "FSDP reshard=True, value_and_grad"
     suite.check_matrix(ranks, kit=kit, setting=setting, who=who)
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_with_queued_operations(ranks: Ranks, who: str) -> None:
+    """As MindSpore does by itself: operations run, and raise, later than they are called."""
+    setting = "FSDP reshard=True, sync off"
+    suite.check_matrix(lambda num_ranks: ranks(num_ranks, queued=True), kit=KIT, setting=setting, who=who)

@@ -47,9 +47,10 @@ class Atlas:
         if not is_distributed(tensor):
             return NOWHERE
         key = (tensor.device_mesh, tuple(tensor.placements))
-        if key not in self._known:
-            self._known[key] = _placed(*key)
-        return self._known[key]
+        placed = self._known.get(key)
+        if placed is None:
+            placed = self._known[key] = _placed(*key)
+        return placed
 
 
 def all_axes(tensors: Iterable[torch.Tensor]) -> list[Axis]:

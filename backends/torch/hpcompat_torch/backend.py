@@ -19,7 +19,7 @@ from hpcompat.core.unit import Unit
 from hpcompat.errors import CapabilityError
 from hpcompat.mesh import DataParallelMeshDims, FSDPMeshInfo
 from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
-from hpcompat_torch import collectives, distributed, hooks, mesh, optim, training
+from hpcompat_torch import checkpoint, collectives, distributed, hooks, mesh, optim, training
 from hpcompat_torch.group import GroupTensors as TorchGroupTensors
 from hpcompat_torch.param import uid_of
 from hpcompat_torch.streams import streams_of
@@ -32,6 +32,7 @@ class TorchBackend:
     module_mixin = hooks.TorchModuleMixin
     distributed = distributed
     training = training
+    checkpoint = checkpoint
     optim = optim
 
     def owns(self, value: object) -> bool:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpcompat_torch.axes import Atlas, Axis
-from hpcompat_torch.local import is_distributed, settled_gradient
+from hpcompat_torch.axes import NOWHERE, Atlas, Axis
+from hpcompat_torch.local import settled_gradient
 from hpcompat_torch.param import REPLACED, owner_of
 
 
@@ -134,7 +134,7 @@ def _parts(gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> tup
         axes.update(dict.fromkeys(placed.every))
         if grad is None and not parameter.requires_grad:
             continue
-        key = (placed.sharded, is_distributed(parameter))
+        key = (placed.sharded, placed is not NOWHERE)
         part = parts.get(key)
         if part is None:
             part = parts[key] = _Part(*key)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,8 +26,10 @@ __all__ = [
     "Adam",
     "AdamW",
     "clip_grad_norm_",
+    "gradient_of",
     "init_state",
     "is_optimizer",
+    "optimizer_state",
     "scaled_step",
     "step",
     "unscale_grads_",
@@ -150,6 +152,11 @@ def init_state(optimizer: Optimizer) -> None:
         loan.close(keep=False)
         for parameter in borrowed:
             parameter.grad = None
+
+
+def optimizer_state(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
+    """What ``optimizer`` keeps for ``parameter``; empty before its first step."""
+    return optimizer.state.get(parameter, {})
 
 
 def _zeros_like(local: torch.Tensor) -> torch.Tensor:

@@ -146,6 +146,9 @@ class Torch:
             return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
         return torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
 
+    def step(self, optimizer: Any, *, closure: Callback | None = None) -> None:
+        hpcompat.optimizer_step(optimizer, closure)
+
     def states(self, optimizer: Any) -> list[np.ndarray[Any, Any]]:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         states = [value for parameter in parameters for _, value in sorted(optimizer.state[parameter].items())]
@@ -165,6 +168,9 @@ class Native(Torch):
 
     def mixed_policy(self) -> Any:
         return fsdp.MixedPrecisionPolicy(torch.float16, torch.float32)
+
+    def step(self, optimizer: Any, *, closure: Callback | None = None) -> None:
+        optimizer.step(closure)
 
     @contextmanager
     def at_event(self, name: str | None, module: Any, callback: Callback) -> Iterator[None]:

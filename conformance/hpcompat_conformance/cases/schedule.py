@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpcompat_conformance.case import case
-from hpcompat_conformance.checks import check_equal
+from hpcompat_conformance.checks import check_arrays, check_equal, check_raises
 from hpcompat_conformance.recipes import Chain
 from hpcompat_conformance.run_context import Context, steps
 
@@ -222,3 +222,54 @@ def the_policy_can_change_between_steps(ctx: Context) -> None:
     ctx.framework.child(model, "layers.1").set_reshard_after_forward(True)
     expected = "gather 0, gather 1, gather 2 | gather 1, reduce 2, reduce 1, reduce 0"
     check_schedule(ctx, model, expected, recipe=Chain())
+
+
+@case("RSF-12", procs=(4,))
+def each_unit_its_own_policy(ctx: Context) -> None:
+    policies = {path: {"reshard_after_forward": policy} for path, policy in zip(UNITS, (True, 2, False), strict=True)}
+    model = ctx.shard(ctx.model(Chain(own=True)), units=UNITS, by_unit=policies)
+    expected = """gather root, gather 0, gather 1, gather 2
+                | gather 1 over 2, reduce 2, gather 0, reduce 1, reduce root, reduce 0"""
+    for _ in range(2):
+        check_schedule(ctx, model, expected, recipe=Chain(own=True))
+
+
+@case("RSF-12", procs=(1, 2, 4))
+def gradients_of_units_with_policies_of_their_own(ctx: Context) -> None:
+    policies = (ctx.world_size, True, False)
+    by_unit = {path: {"reshard_after_forward": policy} for path, policy in zip(UNITS, policies, strict=True)}
+    model = ctx.shard(ctx.model(Chain(own=True)), units=UNITS, by_unit=by_unit)
+    for step in range(2):
+        ctx.train(model, ctx.inputs(Chain(own=True), step=step))
+    check_arrays(ctx.gradients(model), ctx.true_gradients(Chain(own=True), steps=range(2)), what="gradient")
+
+
+@case("RSF-13", procs=(4,))
+def an_int_with_parameters_split_along_dim_one(ctx: Context) -> None:
+    def place(parameter: Any) -> Any:
+        return ctx.framework.shard(1) if len(ctx.framework.shape(parameter)) == 2 else None
+
+    model = ctx.shard(ctx.model(Chain()), units=UNITS, reshard_after_forward=2, shard_placement_fn=place)
+    for step in range(2):
+        ctx.train(model, ctx.inputs(Chain(), step=step))
+    check_arrays(ctx.gradients(model), ctx.true_gradients(Chain(), steps=range(2)), what="gradient")
+
+
+@case("RSF-14", procs=(1, 2))
+def the_setter_takes_a_bool(ctx: Context) -> None:
+    model = ctx.shard(ctx.model(Chain()), units=UNITS)
+    for wrong in (1, 2, None, "yes"):
+        with check_raises(ValueError, containing="reshard_after_forward should be a bool"):
+            model.set_reshard_after_forward(wrong)
+
+
+@case("RSF-14", procs=(2, 4), reports=("A75",))
+def a_root_that_the_setter_sets_is_freed(ctx: Context) -> None:
+    expected = """gather root, gather 0, gather 1, gather 2
+                | gather root, gather 2, gather 1, reduce 2, gather 0, reduce 1, reduce root, reduce 0"""
+    for trains_before in (False, True):
+        model = ctx.shard(ctx.model(Chain(own=True)), units=UNITS)
+        if trains_before:
+            ctx.train(model, ctx.inputs(Chain(own=True)))
+        model.set_reshard_after_forward(True)
+        check_schedule(ctx, model, expected, recipe=Chain(own=True))

@@ -50,7 +50,9 @@ class MindSporeFramework:
         tensor = Tensor(array.copy())
         if dtype is not None:
             tensor = tensor.astype(dtype_named(dtype))
-        return tensor.requires_grad_() if requires_grad else tensor
+        if requires_grad:
+            tensor.requires_grad_()
+        return tensor
 
     def array(self, tensor: Tensor) -> Array:
         values = tensor.asnumpy()
@@ -95,8 +97,9 @@ class MindSporeFramework:
     def local(self, parameter: Parameter | Gradient) -> Array:
         if isinstance(parameter, Gradient):
             return self.array(parameter.tensor)
-        if not self.is_sharded(parameter):
-            raise TypeError("expected a sharded parameter, but got one that shows all of its data")
+        param = param_of(parameter)
+        if param is None or param.shown is Shown.WHOLE:
+            raise TypeError("expected a sharded or replicated parameter, but got one that was gathered, or a plain one")
         return self.array(parameter)
 
     def full(self, parameter: Parameter | Gradient) -> Array:

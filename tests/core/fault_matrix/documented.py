@@ -61,5 +61,5 @@ def _train(kit: str, numbers: Iterable[int], *, fails: bool) -> tuple[list[int],
         model.zero_grad()
         if run_or_skip(model, partial(script.run, number), dummy_step=partial(script.run, _DUMMY)):
             kept.append(number)
-            script.optimizer.step()
+            found.step(script.optimizer)
     return kept, [hpcompat.to_numpy(weight).tobytes() for weight in hpcompat.parameters(model)]

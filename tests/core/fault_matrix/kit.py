@@ -81,6 +81,10 @@ class Kit(Protocol):
         """``kind`` is ``"adamw"`` or ``"sgd"``, with momentum."""
         ...
 
+    def step(self, optimizer: Any, *, closure: Callback | None = None) -> None:
+        """An optimizer step; ``closure`` is called first, inside."""
+        ...
+
     def states(self, optimizer: Any) -> list[Any]:
         """Every state of the optimizer as a numpy array, in the order of the parameters."""
         ...

@@ -119,7 +119,8 @@ def _all_reduce_hook(site: Site) -> None:
     site.module.set_all_reduce_hook(site.trap)
 
 
-SCRIPT = ("before forward", "before backward", "between microbatches", "before the optimizer steps")
+IN_OPTIMIZER = "in the optimizer's step, before it changes anything"
+SCRIPT = ("before forward", "before backward", "between microbatches", "before the optimizer steps", IN_OPTIMIZER)
 _SHARDED = frozenset({"shards", "one group"})
 _REGATHERED = _SHARDED | {"reshards"}
 
@@ -147,6 +148,8 @@ POINTS = [
     Point("all-reduce hook", _all_reduce_hook, needs=frozenset({"one group"})),
     Point("between microbatches", needs=frozenset({"microbatches"})),
     Point("before the optimizer steps"),
+    # On one rank it comes too late: the others have stepped.
+    Point(IN_OPTIMIZER, on_one_rank=False),
 ]
 _BY_ID = {point.id: point for point in POINTS}
 _NUMBERED = "event "

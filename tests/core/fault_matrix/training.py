@@ -8,7 +8,7 @@ import numpy as np
 
 import hpcompat
 from fault_matrix.kit import Fault, Kit, Trap
-from fault_matrix.points import Point
+from fault_matrix.points import IN_OPTIMIZER, Point
 from fault_matrix.settings import Microbatch, Setting
 
 NUM_IN, NUM_ROWS = 6, 4
@@ -53,7 +53,7 @@ class Script:
         with hpcompat.record_events() as events:
             losses = self.run(number)
         gradients = [_bytes(weight.grad) for weight in self._weights]
-        self.optimizer.step()
+        self.kit.step(self.optimizer)
         states = [array.tobytes() for array in self.kit.states(self.optimizer)]
         return Step(
             [_bytes(loss) for loss in losses],
@@ -114,6 +114,8 @@ class Script:
         try:
             self.run(number, sets_trap=True)
             self._pass("before the optimizer steps")
+            if self._point is not None and self._point.id == IN_OPTIMIZER:
+                self.kit.step(self.optimizer, closure=self._trap)
         except Fault:
             self._drop()
         else:

@@ -18,7 +18,7 @@ from behaviour.models import batch, loss_of, mlp, wrap
 from behaviour.registry import behaviour
 from hpcompat.optim import optimizer_step
 from hpcompat_torch import optim as room
-from optimizers.cases import assert_equal_optimizers, local, set_gradients
+from optimizers.cases import assert_equal_optimizers, set_gradients
 from optimizers.steps import pair, sharded, take_steps
 
 
@@ -30,7 +30,7 @@ def snapshot(optimizer: Any) -> dict[str, Any]:
         },
         "groups": [{**group, "params": list(map(id, group["params"]))} for group in optimizer.param_groups],
         "gradients": [id(p.grad) for group in optimizer.param_groups for p in group["params"]],
-        "local gradients": [local(p).grad for group in optimizer.param_groups for p in group["params"]],
+        "local gradients": [p._local_tensor.grad for group in optimizer.param_groups for p in group["params"]],
         "attributes": sorted(vars(optimizer)),
         "hooks": (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)),
     }

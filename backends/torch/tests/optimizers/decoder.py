@@ -39,12 +39,12 @@ def float32_step(optimizer: torch.optim.Optimizer) -> None:
             state.update({key: torch.zeros_like(parameter) for key in STATES}, step=torch.tensor(0.0))
         wide = nn.Parameter(local(parameter).float())
         wide.grad = local(parameter.grad).float()
-        helper = torch.optim.AdamW([wide], lr=group["lr"], betas=group["betas"], weight_decay=group["weight_decay"])
-        helper.state[wide] = {"step": state["step"], **{key: local(state[key]).float() for key in STATES}}
-        helper.step()
+        full = torch.optim.AdamW([wide], lr=group["lr"], betas=group["betas"], weight_decay=group["weight_decay"])
+        full.state[wide] = {"step": state["step"], **{key: local(state[key]).float() for key in STATES}}
+        full.step()
         local(parameter).copy_(wide)
         for key in STATES:
-            local(state[key]).copy_(helper.state[wide][key])
+            local(state[key]).copy_(full.state[wide][key])
 
 
 def wrapped(name: str) -> nn.Module:

@@ -111,6 +111,21 @@ def main_gradients_are_stepped_with() -> None:
     )
 
 
+@behaviour(1)
+def main_gradients_of_plain_parameters_are_stepped_with() -> None:
+    parameter, truth = torch.nn.Parameter(torch.ones(4, dtype=BF16)), torch.nn.Parameter(torch.ones(4, dtype=BF16))
+    ours, theirs = optim.SGD([parameter], lr=0.3, momentum=0.9), optim.SGD([truth], lr=0.3, momentum=0.9)
+    for step in range(3):
+        parameter.main_grad = torch.full((4,), 0.1 + step)
+        truth.grad = parameter.main_grad.to(BF16)
+        optimizer_step(ours)
+        theirs.step()
+        assert parameter.grad is None
+        assert parameter.main_grad.dtype == FP32
+        assert torch.equal(parameter, truth)
+        assert torch.equal(ours.state[parameter]["momentum_buffer"], theirs.state[truth]["momentum_buffer"])
+
+
 @behaviour(1, 2, each=[{"name": name} for name in ELEMENT_WISE])
 def states_are_made_without_a_step(name: str) -> None:
     """Those that a first step would make, before it has changed them; the parameters stay."""
