@@ -6,7 +6,7 @@ one collective, so that the cost of the seam does not grow with the number of pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ from hpcompat.core.states import ShardedState
 from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo
 
 if TYPE_CHECKING:
+    from hpcompat.core.agreement import Notes, Pledge
     from hpcompat.core.unit import Unit
     from hpcompat.distributed import Distributed
     from hpcompat.optim import Optim
@@ -114,6 +115,8 @@ class ReduceRequest:
     all_reduce_stream: Any
     # As in GatherRequest.
     takes_part: bool = True
+    # To be looked after while waiting, see hpcompat.core.agreement.wait, and settled before the gradients are used.
+    pledge: Pledge | None = None
 
 
 class GroupTensors(Protocol):
@@ -169,6 +172,14 @@ class GroupTensors(Protocol):
 
     def take_gradients(self, *, fill_unused: bool) -> list[Any]:
         """Hand over every gradient that exists (zeros for unused parameters if asked) as buckets."""
+        ...
+
+    def missing_gradients(self, buckets: Sequence[Any]) -> tuple[str, ...]:
+        """Names of the trainable parameters that are in none of ``buckets``, in registration order."""
+        ...
+
+    def zero_gradients(self, missing: Collection[str]) -> list[Any]:
+        """Buckets of zeros for all trainable parameters but the ``missing`` ones."""
         ...
 
     def drop_gradients(self) -> None:
@@ -249,6 +260,12 @@ class Backend(Protocol):
     def post_forward_mesh(self, mesh_info: FSDPMeshInfo, size: int) -> Any: ...
     def separate_group(self, group: Any) -> Any:
         """A new process group over the ranks of ``group``. Collective over them."""
+        ...
+
+    def notes(self, mesh_info: DataParallelMeshInfo, *, with_replicas: bool) -> Notes | None:
+        """The notes of all ranks of the mesh, or of those of this rank's replica; always the same object for the same
+        ranks, and ``None`` where there is no other rank or no way to leave notes.
+        """
         ...
 
     def supported_reductions(self, group: Any) -> frozenset[ReduceOp]: ...

@@ -4,8 +4,8 @@ A recording is a directory, written by rank 0 while the training runs:
 
 - ``index.json``: the format, the framework, versions, the number of ranks, the optimizer's options, the parameters'
   names and dtypes.
-- ``step-000001/after_backward/index.json``, and so on for every step and phase: the losses, and which tensors there are.
-  It is written last, so a phase without one is incomplete.
+- ``step-000001/after_backward/index.json``, and so on for every step and phase: the losses, and which tensors there
+  are. It is written last, so a phase without one is incomplete.
 - beside it ``parameter/NAME.safetensors``, ``gradient/NAME.safetensors``, ``state/exp_avg/NAME.safetensors``, ...: one
   whole tensor each, so that there is never more than one in memory.
 """
@@ -105,7 +105,7 @@ class StepRecording:
         self._rank = impl.distributed.get_rank(None) if is_job else 0
         self._world_size = impl.distributed.get_world_size(None) if is_job else 1
         self._last_phase: str | None = None
-        self._losses: list[str] = []
+        self._losses: list[dict[str, str]] = []
         failure: Exception | None = None
         if self._rank == 0:
             try:
@@ -118,8 +118,10 @@ class StepRecording:
         """Add a loss to the next phase: a number, or a tensor with one element. Rank 0's counts, so to compare runs on
         different numbers of ranks pass the mean over them (:func:`hpcompat.all_reduce_scalar`).
         """
-        number = value if isinstance(value, int | float) else self._impl.training.to_numpy(value).item()
-        self._losses.append(float(number).hex())
+        is_number = isinstance(value, int | float)
+        number = value if is_number else self._impl.training.to_numpy(value).item()
+        dtype = "float64" if is_number else _dtype_of(value)
+        self._losses.append({"value": float(number).hex(), "dtype": dtype})
 
     def phase(self, name: str) -> None:
         """Record the tensors as they are now: collective. A phase that does not come after the last one begins a step.
@@ -144,7 +146,7 @@ class StepRecording:
             if self._rank == 0 and failure is None:
                 try:
                     tensors.append(self._write(folder, kind, tensor_name, tensor))
-                except OSError as error:
+                except (ImportError, OSError) as error:
                     failure = error
             del tensor  # before the next one is gathered
         if self._rank == 0 and failure is None:
@@ -169,9 +171,9 @@ class StepRecording:
                 yield "gradient", name, self._whole(parameter, gradient)
             for key, value in sorted(impl.optim.optimizer_state(self._optimizer, parameter).items()):
                 if impl.owns(value):
-                    # Numbers such as `step` are no shards.
-                    whole = self._whole(parameter, value) if len(value.shape) > 0 else value
-                    yield f"state/{urllib.parse.quote(key, safe='')}", name, whole
+                    kind = f"state/{urllib.parse.quote(key, safe='')}"
+                    # Numbers such as `step` are no shards. Nothing here may hold a whole tensor while the next comes.
+                    yield kind, name, self._whole(parameter, value) if len(value.shape) > 0 else value
 
     def _whole(self, parameter: Any, value: Any) -> Any:
         with self._impl.training.no_grad():
@@ -222,9 +224,9 @@ def _options_of(optimizer: Any) -> list[dict[str, str]]:
     return [{str(key): repr(value) for key, value in group.items() if key not in left_out} for group in groups]
 
 
-def _dtype_of(parameter: Any) -> str:
+def _dtype_of(tensor: Any) -> str:
     """Without the framework: ``"bfloat16"``."""
-    return str(parameter.dtype).rpartition(".")[2].lower()
+    return str(tensor.dtype).rpartition(".")[2].lower()
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -11,9 +11,9 @@ MEGA = 1 << 20
 BUSY = 1.1
 LEGEND = (
     "Medians over the timed steps. MPI: in MPI calls, waiting for other ranks included; raw MPI: the same calls again "
-    "without MindSpore; additions: of gradients, on the host, part of our own code. Our own code: (sharded - MPI - bare) "
-    "/ units, with a 90 % bootstrap interval; host only: the same with MPI calls that return at once; CPU: the same of "
-    "the stepping thread's CPU time, in the cheapest step."
+    "without MindSpore; additions: of gradients, on the host, part of our own code. Our own code: (sharded - MPI - "
+    "bare) / units, with a 90 % bootstrap interval; host only: the same with MPI calls that return at once; CPU: the "
+    "same of the stepping thread's CPU time, in the cheapest step."
 )
 
 

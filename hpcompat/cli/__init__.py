@@ -20,10 +20,11 @@ COMMANDS = {
     "launch": "start a training script on N processes",
     "info": "show versions, devices, backends and their capabilities",
     "trace": "look at what hpcompat.trace recorded",
+    "compare": "find where two recordings of hpcompat.record differ first",
     "conformance": "run the conformance suite on an implementation",
 }
 # What the extra `cli` brings; a command that needs more reports that itself.
-CLI_EXTRA_MODULES = frozenset({"rich"})
+CLI_EXTRA_MODULES = frozenset({"numpy", "rich", "safetensors"})
 
 
 class Command(Protocol):

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hpcompat.backend import GatherRequest, ReduceRequest
-from hpcompat.core import events
+from hpcompat.core import agreement, events
+from hpcompat.core.agreement import Agreement, Pledge
 from hpcompat.core.comm_ctx import CommContext
 from hpcompat.core.divide import DividePlan, DivideRequest, divide_plan
 from hpcompat.core.states import ShardedState, TrainingState
@@ -23,7 +24,7 @@ from hpcompat.mesh import (
 )
 
 if TYPE_CHECKING:
-    from hpcompat.backend import Backend, Gather, GradientBucket, GroupTensors
+    from hpcompat.backend import Backend, Gather, GradientBucket, GroupTensors, Reduction
     from hpcompat.comm import AllGather, ReduceScatter
     from hpcompat.core.unit import Unit
 
@@ -74,6 +75,7 @@ class ParamGroup:
         self._force_sum = False
 
         self._backend = backend
+        self._agreement = Agreement(self, backend)
         self._num_modules = num_modules
         self._plans: dict[bool, DividePlan] = {}
         self._is_prepared = False
@@ -134,6 +136,8 @@ class ParamGroup:
             self._post_forward_event = None
         copy_in_stream, gather_stream = ctx.gather_streams(async_op=async_op, state=self.training_state)
         group, world_size = self._gather_group()
+        if agreement.is_debugging and world_size > 1:
+            self._agreement.before_gather()
         # Without streams only a work object can overlap; a custom collective sees what its contract promises.
         issue_async = async_op or (not ctx.has_streams and self.all_gather_comm is None)
         self._gather = self.tensors.all_gather(
@@ -258,21 +262,27 @@ class ParamGroup:
         # The last group of a unit goes first in backward; the unit's other groups then overlap with its reduction.
         if self.index == self.num_groups - 1:
             self.comm_ctx.make_room()
+        pledge = self._agreement.before_reduction(tensors.missing_gradients(buckets))
         for bucket in buckets:
-            self._reduce(bucket)
+            self._reduce(bucket, pledge)
         if ran_in_part and buckets:
             # Members of a module list that run one by one reduce one by one into the same gradients.
             self.comm_ctx.finish()
 
-    def _reduce(self, bucket: GradientBucket) -> None:
+    def reduce_zeros(self, missing: tuple[str, ...]) -> None:
+        """Take part, for nothing, in a reduction of all gradients but these."""
+        for bucket in self.tensors.zero_gradients(missing):
+            reduction = self._start_reduce(bucket, None)
+            reduction.abandon()
+
+    def _reduce(self, bucket: GradientBucket, pledge: Pledge | None) -> None:
         if events.listeners:
             events.emit("reduce", self.fqn, self.training_state, source=self)
+        self.comm_ctx.submit(self, self._start_reduce(bucket, pledge))
+
+    def _start_reduce(self, bucket: GradientBucket, pledge: Pledge | None) -> Reduction:
         ctx = self.comm_ctx
-        info = self.mesh_info
-        scatter_group = None
-        if isinstance(info, FSDPMeshInfo):
-            scatter_group = info.reduce_scatter_process_group or info.shard_process_group
-        all_reduce_group = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
+        scatter_group, all_reduce_group = self._scatter_group(), self._all_reduce_group()
         all_reduce_stream: Any = ctx.all_reduce_stream
         if all_reduce_group is None and self.all_reduce_hook_stream is not None:
             all_reduce_stream = self.all_reduce_hook_stream
@@ -290,10 +300,21 @@ class ParamGroup:
                 ctx.reduce_stream,
                 all_reduce_stream,
                 ctx.takes_part,
+                pledge,
             ),
         )
         ctx.count_issued()
-        ctx.submit(self, reduction)
+        return reduction
+
+    def _scatter_group(self) -> Any:
+        info = self.mesh_info
+        if not isinstance(info, FSDPMeshInfo):
+            return None
+        return info.reduce_scatter_process_group or info.shard_process_group
+
+    def _all_reduce_group(self) -> Any:
+        info = self.mesh_info
+        return info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
 
     def _plan(self, overflow_risk: bool) -> DividePlan:
         plan = self._plans.get(overflow_risk)
@@ -316,12 +337,7 @@ class ParamGroup:
         return plan
 
     def _supported_reductions(self) -> Any:
-        info = self.mesh_info
-        groups = []
-        if isinstance(info, FSDPMeshInfo):
-            groups.append(info.reduce_scatter_process_group or info.shard_process_group)
-        if isinstance(info, DDPMeshInfo):
-            groups.append(info.replicate_process_group)
+        groups = [group for group in (self._scatter_group(), self._all_reduce_group()) if group is not None]
         supported = self._backend.supported_reductions(groups[0])
         for group in groups[1:]:
             supported &= self._backend.supported_reductions(group)

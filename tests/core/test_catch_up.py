@@ -202,3 +202,22 @@ def test_what_is_repeated_gives_zeros() -> None:
             assert not model.a._unit().groups[0].tensors.params[0].unsharded.data.any()
             model.a.reshard()
             train(model, batch())
+
+
+def test_ranks_may_fail_at_different_places_of_one_step() -> None:
+    mode = MODES["plain"]
+
+    def body(rank: ref.Rank) -> Any:
+        model = wrapped(mode)
+        start = model.begin_step()
+        with pytest.raises(Fault), countdown.at((4, 22)[rank.number]):
+            run_step(model, mode, rank, number=1)
+        with model.catch_up(start):
+            run_step(model, mode, rank, number=DUMMY)
+        drop(model)
+        return next_step(model, mode, rank)
+
+    with at_events() as countdown:
+        for (grads, calls), (clean_grads, clean_calls) in zip(ref.World(2).run(body), clean(mode), strict=True):
+            assert_equal(grads, clean_grads)
+            assert calls == clean_calls

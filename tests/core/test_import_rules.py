@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "hpcompat"
 CLI = LIBRARY / "cli"
 # What the extras `cli` and `trace` declare in pyproject.toml.
-CLI_PACKAGES = {"matplotlib", "rich"}
+CLI_PACKAGES = {"jinja2", "matplotlib", "numpy", "rich", "safetensors"}
 BACKEND_MODULE = re.compile(r"\bhpcompat_(?:torch|mindspore)\b")
 DYNAMIC_IMPORTS = {"import_module", "__import__"}
 

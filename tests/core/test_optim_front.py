@@ -105,6 +105,19 @@ def test_step_goes_to_the_backend_of_the_optimizer(fake: Fake) -> None:
     assert fake.optim.calls == [("step", (optimizer, None), {}), ("step", (optimizer, max), {})]
 
 
+def test_listeners_hear_of_a_step_before_and_after_it(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[str, object, int]] = []
+    monkeypatch.setattr(
+        optim, "listeners", [lambda phase, optimizer: heard.append((phase, optimizer, len(fake.optim.calls)))]
+    )
+    optimizer = Optimizer()
+    assert optim.optimizer_step(optimizer) == "result of step"
+    assert heard == [("before_optim", optimizer, 0), ("after_optim", optimizer, 1)]
+    with pytest.raises(TypeError, match="closure to be callable"):
+        optim.optimizer_step(optimizer, 5)  # type: ignore[arg-type]
+    assert len(heard) == 2
+
+
 @pytest.mark.parametrize("value", [Parameter(), Module(), Mesh()])
 def test_step_wants_an_optimizer(fake: Fake, value: object) -> None:
     with pytest.raises(TypeError, match=rf"optimizer_step expects an optimizer, but got {type(value).__name__}"):

@@ -12,11 +12,23 @@ from mindspore import Parameter, Tensor, nn
 
 from hpcompat.backend import GroupTensors, Streams, WrapSpec
 from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
+from hpcompat.core.agreement import Notes
 from hpcompat.core.unit import Unit
 from hpcompat.errors import CapabilityError
-from hpcompat.mesh import DataParallelMeshDims, FSDPMeshInfo
+from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo
 from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
-from hpcompat_mindspore import autograd, checkpoint, collectives, distributed, hooks, mesh, optim, probe, training
+from hpcompat_mindspore import (
+    autograd,
+    checkpoint,
+    collectives,
+    distributed,
+    hooks,
+    mesh,
+    notes,
+    optim,
+    probe,
+    training,
+)
 from hpcompat_mindspore.communicator import Communicator
 from hpcompat_mindspore.group import GroupTensors as MindSporeGroupTensors
 from hpcompat_mindspore.param import uid_of
@@ -117,6 +129,9 @@ class MindSporeBackend:
 
     def separate_group(self, group: Communicator) -> Communicator:
         return group.separate()
+
+    def notes(self, mesh_info: DataParallelMeshInfo, *, with_replicas: bool) -> Notes | None:
+        return notes.notes_of(mesh.ranks_of(mesh_info, with_replicas=with_replicas))
 
     def supported_reductions(self, group: Communicator) -> frozenset[ReduceOp]:
         return group.reductions

@@ -14,7 +14,7 @@ from mindspore import Tensor
 
 from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
 from hpcompat.errors import CapabilityError
-from hpcompat_mindspore.communicator import Communicator, Work
+from hpcompat_mindspore.communicator import Communicator, Work, wait
 from hpcompat_mindspore.tensors import HOST, Buffer, Memory, memory_of
 
 if TYPE_CHECKING:
@@ -154,6 +154,8 @@ class ReductionInFlight:
         self._is_done = True
         self._wait()
         request, memory = self.request, self._memory
+        if request.pledge is not None:
+            request.pledge.settle()
         output = self._output
         if request.hook is not None:
             output = self._call_hook(request.hook, output)
@@ -184,7 +186,7 @@ class ReductionInFlight:
 
     def _wait(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            wait(self._work, self.request.pledge)
             self._work = None
 
 

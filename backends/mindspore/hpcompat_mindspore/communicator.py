@@ -13,14 +13,19 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from hpcompat.comm import ReduceOp
+from hpcompat.core import agreement
 from hpcompat.errors import CapabilityError
 from hpcompat_mindspore.tensors import HOST, Buffer, add_arrays
+
+if TYPE_CHECKING:
+    from hpcompat.core.agreement import Pledge
 
 Array = np.ndarray[Any, Any]
 _SEGMENT_BYTES = 1 << 20
@@ -145,6 +150,11 @@ class MPICommunicator:
         request = self._comm.Ialltoall(_bits(padded), _bits(received))
         return _AllReduce(self, request, output=buffer, received=received, op=op, kept=padded)
 
+    @property
+    def messages(self) -> Any:
+        """For messages between two ranks, which do not meet the collectives."""
+        return self._comm
+
     def barrier(self) -> None:
         self._comm.Barrier()
 
@@ -194,6 +204,21 @@ class _Exchange:
             self.request.Wait()
             self._buffers = ()
 
+    def look_after(self, pledge: Pledge) -> None:
+        """Return when the exchange is complete; leave a note if that takes long."""
+        until = time.monotonic() + agreement.PATIENCE_SECONDS
+        while not self.request.Test():
+            if time.monotonic() > until:
+                pledge.leave_once()
+            os.sched_yield()
+
+
+def wait(work: Work, pledge: Pledge | None) -> None:
+    """``work.wait()``, with an eye on the pledge; by this thread, as MPI is not for several."""
+    if pledge is not None and isinstance(work, _ReduceScatter):
+        work.exchange.look_after(pledge)
+    work.wait()
+
 
 class _ReduceScatter:
     """The rows of all ranks on their way here; ``wait`` adds them."""
@@ -202,7 +227,7 @@ class _ReduceScatter:
         self, group: MPICommunicator, request: Any, *, output: Array, received: Array, op: ReduceOp, kept: Array
     ) -> None:
         self._group, self._op = group, op
-        self._exchange = _Exchange(request, (kept, received))
+        self.exchange = _Exchange(request, (kept, received))
         self._output, self._received = output, received
         self._is_done = False
 
@@ -210,7 +235,7 @@ class _ReduceScatter:
         if self._is_done:
             return
         self._is_done = True
-        self._exchange.wait()
+        self.exchange.wait()
         self._finish(self._received)
         del self._received
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +134,10 @@ class GradientBucket:
         return self.reduce_dtype not in (mindspore.float32, mindspore.bfloat16)
 
 
+# By reduce dtype and original dtype.
+Buckets = dict[tuple[Any, Any], GradientBucket]
+
+
 def accumulate(params: Sequence[ShardedParam]) -> None:
     """Add new gradients to kept ones."""
     for param in params:
@@ -157,19 +161,21 @@ def stash(params: Sequence[ShardedParam]) -> None:
 def take(params: Sequence[ShardedParam], *, fill_unused: bool) -> list[GradientBucket]:
     """Every gradient that is due, in buckets; the parameters no longer hold them."""
     progress()  # reading a gradient waits until it is computed
-    buckets: dict[tuple[Any, Any], GradientBucket] = {}
+    buckets: Buckets = {}
     for param in params:
         found = _take_one(param, fill_unused=fill_unused)
-        if found is None:
-            continue
-        grad, dtype = found
-        key = (param.reduce_dtype or dtype, param.orig_dtype)
-        bucket = buckets.get(key)
-        if bucket is None:
-            bucket = buckets[key] = GradientBucket(*key)
-        bucket.params.append(param)
-        bucket.grads.append(grad)
+        if found is not None:
+            _put(buckets, param, *found)
     return list(buckets.values())
+
+
+def _put(buckets: Buckets, param: ShardedParam, grad: Buffer, dtype: Any) -> None:
+    key = (param.reduce_dtype or dtype, param.orig_dtype)
+    bucket = buckets.get(key)
+    if bucket is None:
+        bucket = buckets[key] = GradientBucket(*key)
+    bucket.params.append(param)
+    bucket.grads.append(grad)
 
 
 def _take_one(param: ShardedParam, *, fill_unused: bool) -> tuple[Buffer, Any] | None:
@@ -185,6 +191,25 @@ def _take_one(param: ShardedParam, *, fill_unused: bool) -> tuple[Buffer, Any] |
         # A partial sum still waits for its all-reduce, or the other ranks may have used the parameter.
         return param.memory.zeros(param.layout.shape, param.param_dtype), param.param_dtype
     return None
+
+
+def missing(params: Sequence[ShardedParam], buckets: Sequence[GradientBucket]) -> tuple[str, ...]:
+    """Names of the trainable parameters that are in none of ``buckets``."""
+    trainable = [param for param in params if param.parameter.requires_grad]
+    if sum(len(bucket.params) for bucket in buckets) >= len(trainable):
+        return ()
+    there = {param for bucket in buckets for param in bucket.params}
+    return tuple(param.name for param in trainable if param not in there)
+
+
+def zeros(params: Sequence[ShardedParam], *, missing: Collection[str]) -> list[GradientBucket]:
+    """What :func:`take` gives where all trainable parameters but the ``missing`` ones have gradients of zeros."""
+    buckets: Buckets = {}
+    for param in params:
+        if param.parameter.requires_grad and param.name not in missing:
+            dtype = param.param_dtype
+            _put(buckets, param, param.memory.zeros(param.layout.shape, dtype), dtype)
+    return list(buckets.values())
 
 
 def start_reduce(bucket: GradientBucket, request: ReduceRequest, *, memory: Memory, device: str) -> ReductionInFlight:

@@ -14,7 +14,7 @@ shows may change only when the queue is empty: without that, gradients were wron
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -265,6 +265,12 @@ class GroupTensors:
 
     def take_gradients(self, *, fill_unused: bool) -> list[gradients.GradientBucket]:
         return gradients.take(self.params, fill_unused=fill_unused)
+
+    def missing_gradients(self, buckets: Sequence[gradients.GradientBucket]) -> tuple[str, ...]:
+        return gradients.missing(self.params, buckets)
+
+    def zero_gradients(self, missing: Collection[str]) -> list[gradients.GradientBucket]:
+        return gradients.zeros(self.params, missing=missing)
 
     def drop_gradients(self) -> None:
         for param in self.params:

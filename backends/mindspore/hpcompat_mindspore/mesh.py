@@ -9,7 +9,7 @@ from typing import Any
 import mindspore
 import numpy as np
 
-from hpcompat.mesh import DataParallelMeshDims, FSDPMeshInfo
+from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from hpcompat_mindspore.communicator import Communicator, group_of, world
 
 Ranks = np.ndarray[Any, np.dtype[np.int64]]
@@ -180,3 +180,13 @@ def post_forward_mesh(mesh_info: FSDPMeshInfo, size: int) -> DeviceMesh:
     """Groups of ``size`` consecutive ranks of the shard axis; under HSDP both axes are cut alike."""
     mesh = mesh_info.mesh
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, size))
+
+
+def ranks_of(mesh_info: DataParallelMeshInfo, *, with_replicas: bool) -> tuple[int, ...]:
+    """The global ranks that a gradient is reduced over, with the replicas or without."""
+    if isinstance(mesh_info, HSDPMeshInfo) and with_replicas and mesh_info.mesh.ndim == 2:
+        return tuple(mesh_info.mesh.mesh.reshape(-1).tolist())
+    if isinstance(mesh_info, FSDPMeshInfo):
+        return mesh_info.shard_process_group.ranks  # type: ignore[no-any-return]
+    assert isinstance(mesh_info, DDPMeshInfo)
+    return mesh_info.replicate_process_group.ranks  # type: ignore[no-any-return]

@@ -29,8 +29,11 @@ class Layer(nn.Cell):
         super().__init__()
         self.up, self.down = nn.Dense(NUM_IN, NUM_HIDDEN), nn.Dense(NUM_HIDDEN, NUM_IN)
         self.inside: Callable[[Tensor], Tensor] = _unchanged
+        self.is_short = False
 
     def construct(self, inputs: Tensor) -> Tensor:
+        if self.is_short:
+            return inputs + self.down.bias
         return inputs + self.down(self.inside(ops.relu(self.up(inputs))))
 
 

@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpcompat.backend import GroupTensors, Streams, WrapSpec
 from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
+from hpcompat.core.agreement import Notes
 from hpcompat.core.unit import Unit
 from hpcompat.errors import CapabilityError
-from hpcompat.mesh import DataParallelMeshDims, FSDPMeshInfo
+from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo
 from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
-from hpcompat_torch import checkpoint, collectives, distributed, hooks, mesh, optim, training
+from hpcompat_torch import checkpoint, collectives, distributed, hooks, mesh, notes, optim, training
 from hpcompat_torch.group import GroupTensors as TorchGroupTensors
 from hpcompat_torch.param import uid_of
 from hpcompat_torch.streams import streams_of
@@ -111,6 +112,9 @@ class TorchBackend:
     def separate_group(self, group: Any) -> Any:
         ranks = dist.get_process_group_ranks(group)
         return dist.new_group(ranks, use_local_synchronization=True, group_desc="hpcompat_reduce_scatter")
+
+    def notes(self, mesh_info: DataParallelMeshInfo, *, with_replicas: bool) -> Notes | None:
+        return notes.notes_of(mesh.ranks_of(mesh_info, with_replicas=with_replicas))
 
     def supported_reductions(self, group: Any) -> frozenset[ReduceOp]:
         return collectives.supported_reductions(group)

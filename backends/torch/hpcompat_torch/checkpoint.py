@@ -18,11 +18,7 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> No
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    # Copies: a storage that numpy has seen can no longer be resized, so its unit could not free it.
-    copies = {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name, tensor in tensors
-    }
     try:
-        save_file(copies, path)
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, path)
     except SafetensorError as error:
         raise OSError(f"expected to write {str(path)!r}, but got: {error}") from error

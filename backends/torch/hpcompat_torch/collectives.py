@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
+from hpcompat.core import agreement
 from hpcompat.core.comm_ctx import NULL_STREAM
 from hpcompat.errors import CapabilityError
 from hpcompat_torch.streams import current_stream, on_stream
@@ -165,6 +166,8 @@ class ReductionInFlight:
         self._is_done = True
         self._wait_for_work()
         request, device = self.request, self.output.device
+        if request.pledge is not None:
+            request.pledge.settle()
         if request.hook is not None:
             self._move_to_hook_stream(request)
         with on_stream(self.post_stream, device):
@@ -207,7 +210,7 @@ class ReductionInFlight:
 
     def _wait_for_work(self) -> None:
         if self.work is not None:
-            self.work.wait()
+            agreement.wait(self.work, self.request.pledge)
             self.work = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +31,10 @@ class GradientBucket:
         return self.reduce_dtype not in (torch.float32, torch.bfloat16)
 
 
+# By reduce dtype and original dtype.
+Buckets = dict[tuple[torch.dtype, torch.dtype], GradientBucket]
+
+
 def accumulate(params: Sequence[ShardedParam]) -> None:
     """Add new gradients to kept ones."""
     for param in params:
@@ -52,18 +56,21 @@ def stash(params: Sequence[ShardedParam]) -> None:
 
 def take(params: Sequence[ShardedParam], *, fill_unused: bool) -> list[GradientBucket]:
     """Every gradient that is due, in buckets; the parameters no longer hold them."""
-    buckets: dict[tuple[torch.dtype, torch.dtype], GradientBucket] = {}
+    buckets: Buckets = {}
     for param in params:
         grad = _take_one(param, fill_unused=fill_unused)
-        if grad is None:
-            continue
-        key = (param.reduce_dtype or grad.dtype, param.orig_dtype)
-        bucket = buckets.get(key)
-        if bucket is None:
-            bucket = buckets[key] = GradientBucket(*key)
-        bucket.params.append(param)
-        bucket.grads.append(grad)
+        if grad is not None:
+            _put(buckets, param, grad)
     return list(buckets.values())
+
+
+def _put(buckets: Buckets, param: ShardedParam, grad: torch.Tensor) -> None:
+    key = (param.reduce_dtype or grad.dtype, param.orig_dtype)
+    bucket = buckets.get(key)
+    if bucket is None:
+        bucket = buckets[key] = GradientBucket(*key)
+    bucket.params.append(param)
+    bucket.grads.append(grad)
 
 
 def _take_one(param: ShardedParam, *, fill_unused: bool) -> torch.Tensor | None:
@@ -80,6 +87,24 @@ def _take_one(param: ShardedParam, *, fill_unused: bool) -> torch.Tensor | None:
     else:
         return None
     return grad if param.spec.unsharded is None and not grad.requires_grad else param.local_grad(grad)
+
+
+def missing(params: Sequence[ShardedParam], buckets: Sequence[GradientBucket]) -> tuple[str, ...]:
+    """Names of the trainable parameters that are in none of ``buckets``."""
+    trainable = [param for param in params if param.sharded_param.requires_grad]
+    if sum(len(bucket.params) for bucket in buckets) >= len(trainable):
+        return ()
+    there = {param for bucket in buckets for param in bucket.params}
+    return tuple(param.name for param in trainable if param not in there)
+
+
+def zeros(params: Sequence[ShardedParam], *, missing: Collection[str]) -> list[GradientBucket]:
+    """What :func:`take` gives where all trainable parameters but the ``missing`` ones have gradients of zeros."""
+    buckets: Buckets = {}
+    for param in params:
+        if param.sharded_param.requires_grad and param.name not in missing:
+            _put(buckets, param, param.zero_grad())
+    return list(buckets.values())
 
 
 def start_reduce(

@@ -11,7 +11,7 @@ memory, and its group copies in from then on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +82,7 @@ class GroupTensors:
         kinds = {(shard.dtype, shard.device) for shard in shards}
         if self._spec.zero_copy and len(kinds) == 1:
             self._flat = self._zeros(sum(sizes), like=shards[0])
-            pieces = list(self._flat.split(sizes))
+            pieces = t.split_storage(self._flat, sizes)
         else:
             self._flat = None
             pieces = [self._zeros(size, like=shard) for size, shard in zip(sizes, shards, strict=True)]
@@ -371,6 +371,12 @@ class GroupTensors:
 
     def take_gradients(self, *, fill_unused: bool) -> list[gradients.GradientBucket]:
         return gradients.take(self.params, fill_unused=fill_unused)
+
+    def missing_gradients(self, buckets: Sequence[gradients.GradientBucket]) -> tuple[str, ...]:
+        return gradients.missing(self.params, buckets)
+
+    def zero_gradients(self, missing: Collection[str]) -> list[gradients.GradientBucket]:
+        return gradients.zeros(self.params, missing=missing)
 
     def drop_gradients(self) -> None:
         for param in self.params:

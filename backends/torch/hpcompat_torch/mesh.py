@@ -62,6 +62,16 @@ def post_forward_mesh(mesh_info: FSDPMeshInfo, size: int) -> DeviceMesh:
     return DeviceMesh(mesh_info.mesh.device_type, mesh_info.mesh.mesh.view(-1, size))
 
 
+def ranks_of(mesh_info: DataParallelMeshInfo, *, with_replicas: bool) -> tuple[int, ...]:
+    """The global ranks that a gradient is reduced over, with the replicas or without."""
+    if isinstance(mesh_info, HSDPMeshInfo) and with_replicas and mesh_info.mesh.ndim == 2:
+        return tuple(mesh_info.mesh.mesh.view(-1).tolist())
+    if isinstance(mesh_info, FSDPMeshInfo):
+        return tuple(dist.get_process_group_ranks(mesh_info.shard_process_group))
+    assert isinstance(mesh_info, DDPMeshInfo)
+    return tuple(dist.get_process_group_ranks(mesh_info.replicate_process_group))
+
+
 @dataclass
 class ShardingSpec:
     """How one parameter is distributed once it is sharded.

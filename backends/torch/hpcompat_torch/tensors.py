@@ -32,6 +32,22 @@ def view_storage(
     return tensor.set_(storage, offset_bytes // dtype.itemsize, tuple(shape), tuple(stride))
 
 
+def split_storage(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Consecutive pieces of ``flat``, each on a storage of its own that is a window of the one of ``flat``.
+
+    As views of ``flat`` they could not be copied by ``copy.deepcopy`` inside a DTensor, and ``torch.save`` of one would
+    write all.
+    """
+    if flat.is_meta:
+        return list(flat.split(sizes))
+    storage, item, start, pieces = flat.untyped_storage(), flat.itemsize, flat.storage_offset(), []
+    for size in sizes:
+        window = storage[start * item : (start + size) * item]
+        pieces.append(view_storage(window, offset_bytes=0, shape=(size,), stride=(1,), dtype=flat.dtype))
+        start += size
+    return pieces
+
+
 def allocate(storage: torch.UntypedStorage, num_bytes: int) -> None:
     if storage.size() != num_bytes:
         storage.resize_(num_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from torch.distributed import fsdp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import hpcompat
 from fault_matrix.kit import Callback, at_hpcompat_event
@@ -26,6 +28,10 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _call(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    return function(*inputs)
+
+
 class Layer(nn.Module):
     """Two linear maps around a relu."""
 
@@ -33,8 +39,11 @@ class Layer(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(NUM_IN, NUM_HIDDEN), nn.Linear(NUM_HIDDEN, NUM_IN)
         self.inside: Callable[[Tensor], Tensor] = _unchanged
+        self.is_short = False
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if self.is_short:
+            return inputs + self.down.bias
         return inputs + self.down(self.inside(torch.relu(self.up(inputs))))
 
 
@@ -45,11 +54,12 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([Layer() for _ in range(3)])
         self.head = nn.Linear(NUM_IN, NUM_OUT)
+        self.run_layer: Callable[..., Tensor] = _call
         self.inside: Callable[[Tensor], Tensor] = _unchanged
 
     def forward(self, inputs: Tensor) -> Tensor:
         for layer in self.layers:
-            inputs = layer(inputs)
+            inputs = self.run_layer(layer, inputs)
         return self.head(self.inside(inputs))
 
 
@@ -153,6 +163,26 @@ class Torch:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         states = [value for parameter in parameters for _, value in sorted(optimizer.state[parameter].items())]
         return [_array(value) for value in states]
+
+
+class Checkpointed(Torch):
+    """With layers that run forward again in backward, hooks and all."""
+
+    name = "torch, checkpointed"
+
+    def net(self) -> Net:
+        model = super().net()
+        model.run_layer = partial(checkpoint, use_reentrant=False)
+        return model
+
+
+class Offloaded(Torch):
+    """With shards on the CPU, which is where everything else is as well here."""
+
+    name = "torch, offloaded"
+
+    def fully_shard(self, module: Any, **options: Any) -> Any:
+        return super().fully_shard(module, offload_policy=hpcompat.CPUOffloadPolicy(pin_memory=False), **options)
 
 
 class Native(Torch):

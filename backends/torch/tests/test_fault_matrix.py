@@ -33,3 +33,9 @@ def test_what_a_reset_forgets_shows(pool: PoolSet, plant: str) -> None:
 
 def test_the_documented_recipe(pool: PoolSet) -> None:
     pool(2).run("fault_matrix.documented:run", kit=KIT)
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize("kit", ["Checkpointed", "Offloaded"])
+def test_recomputation_and_offload(pool: PoolSet, kit: str, who: str) -> None:
+    suite.check_events(pool, kit=f"fault_kits:{kit}", setting="FSDP reshard=True, sync off, then on", who=who)

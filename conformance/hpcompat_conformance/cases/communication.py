@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,6 @@ def install(ctx: Context, model: Any) -> tuple[ForwardingAllGather, ForwardingRe
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(scatter)
     return gather, scatter
-
-
-def numels(arrays: list[Any], ctx: Context) -> list[int]:
-    """Elements of plain tensors."""
-    return [int(ctx.framework.array(array).size) for array in arrays]
 
 
 @case("COM-01", procs=(2, 4), requires=(*CUSTOM, "bfloat16"), reports=("A88",))
@@ -87,7 +83,8 @@ def arguments_of_a_reduce_scatter(ctx: Context) -> None:
         check_equal(found, [names], what="names of the arguments")
         check(not call.get("async_op", False), "expected a reduce-scatter that is not asynchronous")
         check_equal(ctx.framework.ranks_of(call["group"]), tuple(range(ctx.world_size)), what="ranks of the group")
-        check_equal(numels([call["input_tensor"], call["output_tensor"]], ctx), [numel, numel // ctx.world_size], what="")
+        sizes = [int(ctx.framework.array(call[name]).size) for name in ("input_tensor", "output_tensor")]
+        check_equal(sizes, [numel, numel // ctx.world_size], what="sizes of input and output")
 
 
 def check_same(ctx: Context, change: Any, **options: Any) -> list[str]:
@@ -357,20 +354,28 @@ def shared_roots(ctx: Context, **options: Any) -> tuple[Any, Any]:
 @case("COM-15", procs=(2, 4), requires=("share_comm_ctx",), reports=("A88",))
 def collectives_of_two_roots_in_one_backward(ctx: Context) -> None:
     for policy in (True, False):
-        first, second = shared_roots(ctx, reshard_after_forward=policy)
         one = ctx.shard(ctx.model(BOTH), units=UNITS, reshard_after_forward=policy)
-        inputs = ctx.inputs(BOTH)
+        two = shared_roots(ctx, reshard_after_forward=policy)
         for _ in range(2):
-            logs: list[list[Any]] = []
-            for run in (lambda: one(inputs), lambda: second(first(inputs))):
-                with ctx.record() as log:
-                    ctx.framework.backward(ctx.framework.loss(run()))
-                logs.append([(event.kind, event.num_elements, event.ranks) for event in log])
-            check_equal(logs[1], logs[0], what=f"collectives of two roots with reshard_after_forward={policy}")
+            expected, found = (collectives_of_one_backward(ctx, roots) for roots in ((one,), two))
+            check_equal(found, expected, what=f"collectives of two roots with reshard_after_forward={policy}")
 
 
-def train_in_two(ctx: Context, first: Any, second: Any, inputs: Any) -> None:
-    """As pipeline stages do: each root's backward by itself, the later one's first."""
+def collectives_of_one_backward(ctx: Context, roots: Sequence[Any]) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Forward through one root after another, and one backward through all of them."""
+    with ctx.record() as log:
+        hidden = ctx.inputs(BOTH)
+        for root in roots:
+            hidden = root(hidden)
+        ctx.framework.backward(ctx.framework.loss(hidden))
+    return [(event.kind, event.num_elements, event.ranks) for event in log]
+
+
+def train_in_two(ctx: Context, first: Any, second: Any, inputs: Any, *, says_so: bool) -> None:
+    """As pipeline stages do: each root's backward by itself, the later one's first. ``says_so``: that there is another
+    one to come."""
+    if says_so and isinstance(second, ctx.api.FSDPModule):
+        second.set_is_last_backward(False)
     hidden = first(inputs)
     boundary = ctx.framework.tensor(ctx.framework.array(hidden), requires_grad=True)
     gradients: list[Any] = []
@@ -386,7 +391,12 @@ def gradients_of_two_roots_in_one_backward(ctx: Context) -> None:
 
 @case("COM-16", procs=(1, 2, 4), requires=("share_comm_ctx",), reports=("A88",))
 def gradients_of_two_roots_one_after_the_other(ctx: Context) -> None:
-    check_two_roots(ctx, lambda first, second, x: train_in_two(ctx, first, second, x))
+    check_two_roots(ctx, lambda first, second, x: train_in_two(ctx, first, second, x, says_so=False))
+
+
+@case("COM-16", procs=(1, 2, 4), requires=("share_comm_ctx",), reports=("A88",))
+def gradients_of_two_roots_that_say_which_backward_is_last(ctx: Context) -> None:
+    check_two_roots(ctx, lambda first, second, x: train_in_two(ctx, first, second, x, says_so=True))
 
 
 def check_two_roots(ctx: Context, train: Any) -> None:

@@ -63,9 +63,7 @@ def one_formula_on_every_mesh(ctx: Context) -> None:
             for op_type, factor, scale in (("sum", 3.0, None), ("avg", 4.0, 0.5), ("avg", 1.0, 8.0)):
                 what = f"{num_replicas} replicas and {policy}"
                 model.set_gradient_divide_factor(factor)
-                check_formula(
-                    ctx, model, op_type=op_type, factor=factor, scale=scale, what=what, tolerance=tolerance
-                )
+                check_formula(ctx, model, op_type=op_type, factor=factor, scale=scale, what=what, tolerance=tolerance)
 
 
 def check_formula(

@@ -85,7 +85,7 @@ def models_that_come_and_go(ctx: Context) -> None:
         gc.collect()
         ctx.framework.zero_grad(kept)
         ctx.train(kept, ctx.inputs(Tied()))
-        check_arrays(ctx.gradients(kept), truth, what=f"gradient of the model that stayed, after model {round} has gone")
+        check_arrays(ctx.gradients(kept), truth, what=f"gradient of the model that stayed after model {round}")
 
 
 class Looks:

@@ -59,18 +59,14 @@ def parts_and_gradients(ctx: Context) -> None:
     for step in range(2):
         ctx.framework.zero_grad(model)
         ctx.train(model, ctx.inputs(RECIPE, step=step))
-        truth = {
-            name: ctx.true_gradients(RECIPE, steps=(step,), ranks=meshes.ranks(name))[name] for name in values
-        }
+        truth = {name: ctx.true_gradients(RECIPE, steps=(step,), ranks=meshes.ranks(name))[name] for name in values}
         check_arrays(ctx.gradients(model), truth, what=f"gradient of step {step}")
 
 
 def in_words(log: Iterable[Collective]) -> list[str]:
     """``"gather weight 0"``. Only what goes over several ranks."""
     verbs = {"all_gather": "gather", "reduce_scatter": "reduce"}
-    return [
-        f"{verbs[event.kind]} {(WEIGHTS | BIASES)[event.num_elements]}" for event in log if event.group_size > 1
-    ]
+    return [f"{verbs[event.kind]} {(WEIGHTS | BIASES)[event.num_elements]}" for event in log if event.group_size > 1]
 
 
 def check_collectives(ctx: Context, model: Any, expected: str) -> None:

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
+from hpcompat.core.agreement import Notes
 from hpcompat.core.comm_ctx import NullStreams
 from hpcompat.errors import CapabilityError
 from hpcompat_conformance.numpy_reference import collectives, hooks, tape
 from hpcompat_conformance.numpy_reference.group import GroupTensors
-from hpcompat_conformance.numpy_reference.mesh import DeviceMesh, init_device_mesh, submesh
+from hpcompat_conformance.numpy_reference.mesh import DeviceMesh, init_device_mesh, ranks_of, submesh
 from hpcompat_conformance.numpy_reference.module import Buffer, Module, Parameter
-from hpcompat_conformance.numpy_reference.world import Group, current_rank
+from hpcompat_conformance.numpy_reference.world import Group, current_rank, notes_of
 
 if TYPE_CHECKING:
     from hpcompat.backend import Streams, WrapSpec
     from hpcompat.core.unit import Unit
-    from hpcompat.mesh import DataParallelMeshDims, FSDPMeshInfo
+    from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo
     from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
 
 
@@ -104,6 +105,9 @@ class NumpyBackend:
 
     def separate_group(self, group: Group) -> Group:
         return Group(group.ranks, group.rank, label="separate")
+
+    def notes(self, mesh_info: DataParallelMeshInfo, *, with_replicas: bool) -> Notes | None:
+        return notes_of(ranks_of(mesh_info, with_replicas=with_replicas), mesh_info.mesh.rank)
 
     def supported_reductions(self, group: Group) -> frozenset[ReduceOp]:
         return group.rank.world.reductions

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcompat.comm import ReduceOp
+from hpcompat.core import agreement
 from hpcompat_conformance.numpy_reference.world import Array, Call, Group, Work
 
 if TYPE_CHECKING:
@@ -167,6 +168,8 @@ class ReductionInFlight:
         if self._is_done:
             return
         self._wait()
+        if self._request.pledge is not None:
+            self._request.pledge.settle()
         if self._request.hook is not None:
             self._move_to(self._request.all_reduce_stream)
             self._request.hook(self._output)
@@ -188,7 +191,7 @@ class ReductionInFlight:
 
     def _wait(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            agreement.wait(self._work, self._request.pledge)
 
     def _finish(self) -> None:
         self.post_event = self.post_stream.record_event()

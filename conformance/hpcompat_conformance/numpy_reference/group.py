@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -124,15 +125,15 @@ class GroupTensors:
                 param.accumulated_grad = None if new is None else new.astype(dtype)
 
     def take_gradients(self, *, fill_unused: bool) -> list[GradientBucket]:
-        buckets: dict[Any, GradientBucket] = {}
-        for param in self.params:
-            grad = param.take_gradient(fill_unused=fill_unused)
-            if grad is not None:
-                key = (param.reduce_dtype or grad.dtype, param.orig_dtype)
-                bucket = buckets.setdefault(key, GradientBucket(*key))
-                bucket.params.append(param)
-                bucket.grads.append(grad)
-        return list(buckets.values())
+        return _buckets((param, param.take_gradient(fill_unused=fill_unused)) for param in self.params)
+
+    def missing_gradients(self, buckets: Sequence[GradientBucket]) -> tuple[str, ...]:
+        there = [param for bucket in buckets for param in bucket.params]
+        return tuple(param.name for param in self.params if param.sharded.requires_grad and param not in there)
+
+    def zero_gradients(self, missing: Collection[str]) -> list[GradientBucket]:
+        present = [param for param in self.params if param.sharded.requires_grad and param.name not in missing]
+        return _buckets((param, np.zeros(param.layout.shape, param.param_dtype)) for param in present)
 
     def drop_gradients(self) -> None:
         for param in self.params:
@@ -149,3 +150,15 @@ class GroupTensors:
 
     def wait_for_offload(self) -> None:
         """Everything is in host memory already."""
+
+
+def _buckets(gradients: Iterable[tuple[ShardedParam, Array | None]]) -> list[GradientBucket]:
+    """Those that are there, by reduce dtype and original dtype."""
+    buckets: dict[Any, GradientBucket] = {}
+    for param, grad in gradients:
+        if grad is not None:
+            key = (param.reduce_dtype or grad.dtype, param.orig_dtype)
+            bucket = buckets.setdefault(key, GradientBucket(*key))
+            bucket.params.append(param)
+            bucket.grads.append(grad)
+    return list(buckets.values())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcompat.mesh import DataParallelMeshDims
+from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from hpcompat_conformance.numpy_reference.world import Array, Group, Rank, current_rank
 
 
@@ -71,3 +71,12 @@ def submesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
     picked = mesh[tuple(name for names in named.values() for name in names)]
     shape = [picked[names].size() for names in named.values()]
     return DeviceMesh(picked.ranks.reshape(shape), tuple(named), mesh.rank)
+
+
+def ranks_of(mesh_info: DataParallelMeshInfo, *, with_replicas: bool) -> tuple[int, ...]:
+    """The ranks that a gradient is reduced over, with the replicas or without."""
+    if isinstance(mesh_info, HSDPMeshInfo) and with_replicas:
+        return tuple(mesh_info.mesh.ranks.reshape(-1).tolist())
+    axis = mesh_info.shard_mesh_dim if isinstance(mesh_info, FSDPMeshInfo) else mesh_info.replicate_mesh_dim
+    ranks: tuple[int, ...] = mesh_info.mesh.get_group(axis).ranks
+    return ranks

@@ -68,6 +68,8 @@ class World:
     def __init__(self, size: int, *, reductions: frozenset[ReduceOp] = frozenset(ReduceOp)) -> None:
         self.size = size
         self.reductions = reductions
+        # What ranks leave for one another beside their collectives: by ranks, key and rank.
+        self.notes: dict[tuple[tuple[int, ...], str, int], str] = {}
         self._meetings: dict[Any, Meeting] = {}
         self._is_closed = False
         self._lock = threading.Lock()
@@ -139,6 +141,7 @@ class Rank:
     number: int
     calls: list[Call] = field(default_factory=list)
     num_meetings: Counter[Group] = field(default_factory=Counter)
+    notes: dict[tuple[int, ...], WorldNotes] = field(default_factory=dict)
 
     def __enter__(self) -> Rank:
         _thread.rank = self
@@ -191,6 +194,29 @@ class Group:
             output[...] = combine(inputs)
 
         return Work(complete)
+
+
+class WorldNotes:
+    """Implements :class:`hpcompat.core.agreement.Notes`."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: Rank) -> None:
+        self.num_steps = 0
+        self.rank = rank.number
+        self.others = [number for number in ranks if number != rank.number]
+        self._ranks, self._notes = ranks, rank.world.notes
+
+    def leave(self, key: str, note: str) -> None:
+        self._notes[self._ranks, key, self.rank] = note
+
+    def find(self, key: str, rank: int) -> str | None:
+        return self._notes.get((self._ranks, key, rank))
+
+
+def notes_of(ranks: tuple[int, ...], rank: Rank) -> WorldNotes | None:
+    """A rank's; there are none where the other ranks are not real."""
+    if len(ranks) == 1 or isinstance(rank.world, DryWorld):
+        return None
+    return rank.notes.setdefault(ranks, WorldNotes(ranks, rank))
 
 
 class Work:

@@ -27,6 +27,10 @@ class Style:
     microbatches: tuple[Microbatch, ...] = (Microbatch(),)
     fails_in: int = 0
     calls_backward: bool = True
+    # Whether each forward comes after one without gradients.
+    evaluates: bool = False
+    # Whether the last layer leaves parameters out in every other step.
+    leaves_out: bool = False
 
 
 PLAIN = Style("one batch")
@@ -34,6 +38,7 @@ NO_SYNC = Style("sync off", (Microbatch(sync=False), Microbatch(sync=False), Mic
 SYNC = Style("sync on", (Microbatch(), Microbatch()), 0)
 NO_ALL_REDUCE = Style("all-reduce off", (Microbatch(all_reduce=False), Microbatch(all_reduce=False), Microbatch()), 1)
 PIPELINE = Style("as a pipeline", (Microbatch(False, False, False), Microbatch(False, False, False), Microbatch()), 1)
+LEAVING_OUT = Style("leaving out", leaves_out=True)
 VALUE_AND_GRAD = Style("value_and_grad", calls_backward=False)
 
 
@@ -134,6 +139,7 @@ STYLES = [
     Setting((2, 2), label="HSDP, 3 buffers", num_buffers=3, units=_ONE_UNIT),
     Setting((2,), style=VALUE_AND_GRAD, units=_ONE_UNIT),
     Setting((2,), style=PIPELINE, units=_ONE_UNIT),
+    Setting((2,), style=LEAVING_OUT, units=_ONE_UNIT),
     Setting((2,), label="replicate_params", replicates_biases=True, style=NO_SYNC, units=_ONE_UNIT),
 ]
 SETTINGS = [*WRAPPERS, *STYLES]
@@ -142,6 +148,7 @@ EVENT_BY_EVENT = [
     Setting((2,)),
     Setting((2,), "list"),
     Setting((2,), style=Style("sync off, then on", (Microbatch(sync=False), Microbatch()))),
+    Setting((2,), style=Style("with evaluations", evaluates=True)),
     Setting((2, 2), label="HSDP", style=Style("all-reduce off, then on", (Microbatch(all_reduce=False), Microbatch()))),
 ]
 BY_ID = {setting.id: setting for setting in (*SETTINGS, *EVENT_BY_EVENT)}

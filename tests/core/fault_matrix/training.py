@@ -12,6 +12,7 @@ from fault_matrix.points import IN_OPTIMIZER, Point
 from fault_matrix.settings import Microbatch, Setting
 
 NUM_IN, NUM_ROWS = 6, 4
+# Even, because steps may differ by whether their number is.
 _DUMMY = 1000
 
 
@@ -66,6 +67,7 @@ class Script:
     def run(self, number: int, *, sets_trap: bool = False) -> list[Any]:
         """Forward and backward of every microbatch of step ``number``; the losses."""
         style = self.setting.style
+        self.model.layers[-1].is_short = style.leaves_out and number % 2 == 1
         losses = []
         for index, microbatch in enumerate(style.microbatches):
             if index > style.fails_in:
@@ -83,6 +85,9 @@ class Script:
             self.model.set_requires_all_reduce(False)
         inputs = hpcompat.from_numpy(batch)
         self._pass("before forward")
+        if self.setting.style.evaluates:
+            with hpcompat.no_grad():
+                self._loss(inputs)
         if not self.setting.style.calls_backward:
             return self.kit.value_and_grad(self._loss, self._weights)(inputs)[0]
         loss = self._loss(inputs)
@@ -131,7 +136,7 @@ class Script:
         except Fault:
             is_well = False
             with self.model.catch_up(start):
-                self.run(_DUMMY)
+                self.run(_DUMMY + number)
         if hpcompat.agree(is_well):
             raise NotReached
         self._drop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from math import prod
 from typing import Any
 
@@ -34,6 +36,24 @@ def a_refused_call_with_several_groups_changes_nothing(several_groups: str) -> N
     with pytest.raises(NotImplementedError, match="'table'"):
         shard(module, **options)
     assert all(parameter is before[name] for name, parameter in module.named_parameters())
+
+
+@behaviour(2)
+def a_state_dict_can_be_copied_and_saved_piece_by_piece() -> None:
+    module = wrap(mlp())
+    state = module.state_dict()
+    copied = copy.deepcopy(state)
+    for name, value in state.items():
+        assert torch.equal(copied[name].to_local(), value.to_local())
+        assert copied[name].to_local().data_ptr() != value.to_local().data_ptr() or not value.to_local().numel()
+        file = io.BytesIO()
+        torch.save(value.to_local(), file)
+        assert file.tell() < 4096 + 2 * value.to_local().nbytes, "not the other parameters of the unit as well"
+    kept = {name: value.to_local().clone() for name, value in copied.items()}
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(1)
+    assert all(torch.equal(copied[name].to_local(), value) for name, value in kept.items())
 
 
 @behaviour(1, reports=["A53"])

@@ -1,0 +1,55 @@
+"""Notes that ranks leave for one another, as MPI messages beside the collectives. On Ascend there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hpcompat_mindspore.communicator import MPICommunicator, world
+
+_TAG = 1717
+Ranks = tuple[int, ...]
+# By who shares them, key and sender: what has arrived.
+_inbox: dict[tuple[Ranks, str, int], str] = {}
+
+
+class MPINotes:
+    """Implements :class:`hpcompat.core.agreement.Notes`."""
+
+    def __init__(self, comm: Any, ranks: Ranks) -> None:
+        self.num_steps = 0
+        self.rank = int(comm.rank)
+        self.others: Sequence[int] = [rank for rank in ranks if rank != self.rank]
+        self._comm, self._ranks = comm, ranks
+        self._sent: list[Any] = []
+
+    def leave(self, key: str, note: str) -> None:
+        self._sent = [request for request in self._sent if not request.Test()]
+        self._sent += [self._comm.isend((self._ranks, key, note), dest=rank, tag=_TAG) for rank in self.others]
+        # Whoever is at this step has seen what it needed of the earlier ones.
+        for old in [entry for entry in _inbox if entry[0] == self._ranks and int(entry[1]) < self.num_steps]:
+            del _inbox[old]
+
+    def find(self, key: str, rank: int) -> str | None:
+        while self._comm.iprobe(tag=_TAG):
+            self._receive()
+        return _inbox.get((self._ranks, key, rank))
+
+    def _receive(self) -> None:
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        ranks, key, note = self._comm.recv(tag=_TAG, status=status)
+        _inbox[ranks, key, status.Get_source()] = note
+
+
+_notes: dict[Ranks, MPINotes] = {}
+
+
+def notes_of(ranks: Ranks) -> MPINotes | None:
+    everyone = world()
+    if len(ranks) == 1 or not isinstance(everyone, MPICommunicator):
+        return None
+    if ranks not in _notes:
+        _notes[ranks] = MPINotes(everyone.messages, ranks)
+    return _notes[ranks]

@@ -1,0 +1,232 @@
+"""Ranks that reduce different gradients: found before anything of it is added up (public report A57).
+
+[Note: departures]
+Every rank has to reduce the same gradients of a unit. Ranks that do not would add up gradients of different parameters
+where the lengths happen to agree, and end in an abort or a hang where they do not. No rank sees that alone, and asking
+before every reduction would cost a collective each. But a rank knows when it departs from what it did before: when
+other parameters of a param group are without a gradient than at its last reduction (at first: none). Such a rank leaves
+a note for the others, outside of the collectives, and waits for theirs. They either depart too, or are in that
+reduction already; whoever waits in a reduction for ``PATIENCE_SECONDS`` leaves a note as well. Ranks whose notes agree
+go on. Else those that depart first take part in what the others have begun, with zeros, so that nobody is left waiting;
+then all of them raise. As long as nothing changes, nothing is sent.
+
+[Note: debugging]
+With ``HPCOMPAT_DEBUG=1`` in the environment every gather and every reduction counts as a departure. That also finds
+ranks that run different units, before they exchange anything, and costs a round of notes for each collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from hpcompat.backend import Backend
+    from hpcompat.core.param_group import ParamGroup
+
+is_debugging = os.environ.get("HPCOMPAT_DEBUG") == "1"
+PATIENCE_SECONDS = 2.0
+# As long as a collective waits by default: the others may be that far behind.
+DEADLINE_SECONDS = 1800.0
+_SLEEP_SECONDS = (0.0005, 0.05)
+
+
+class Notes(Protocol):
+    """What some ranks leave for one another, outside of their collectives."""
+
+    # Counted by the scheduler, from 0.
+    num_steps: int
+
+    @property
+    def rank(self) -> int:
+        """This one; like all ranks here a global one."""
+        ...
+
+    @property
+    def others(self) -> Sequence[int]: ...
+    def leave(self, key: str, note: str) -> None:
+        """Let the others read ``note`` under ``key``; replaces an earlier one."""
+        ...
+
+    def find(self, key: str, rank: int) -> str | None:
+        """What ``rank`` has left, or ``None`` if nothing yet. Does not wait."""
+        ...
+
+
+class Step(NamedTuple):
+    """What one rank does at one place in the order of collectives."""
+
+    verb: str
+    unit: str
+    missing: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lacks = f" without {', '.join(self.missing)}" if self.missing else ""
+        return f"{self.verb} {self.unit or 'the root'!r}{lacks}"
+
+
+class Pledge:
+    """One step of this rank and the place where notes about it are found."""
+
+    __slots__ = ("_is_left", "_key", "_notes", "step")
+
+    def __init__(self, step: Step, notes: Notes) -> None:
+        self.step = step
+        self._notes = notes
+        # All ranks take the steps that they take together in one order.
+        notes.num_steps += 1
+        self._key = str(notes.num_steps)
+        self._is_left = False
+
+    def leave(self, *, is_issued: bool) -> None:
+        """Say what this rank does. ``is_issued``: it has begun, and waits in the collective."""
+        self._is_left = True
+        self._notes.leave(self._key, json.dumps([*self.step, is_issued]))
+
+    def leave_once(self) -> None:
+        """From whoever has waited for long."""
+        if not self._is_left:
+            self.leave(is_issued=True)
+
+    def settle(self) -> None:
+        """After the collective: raise if this rank had to leave a note, and another's is different."""
+        if self._is_left:
+            notes = {rank: self._notes.find(self._key, rank) for rank in self._notes.others}
+            found = {rank: _read(note) for rank, note in notes.items() if note is not None}
+            check(self.step, {**found, self._notes.rank: (self.step, True)})
+
+    def wait_for_others(self) -> dict[int, tuple[Step, bool]]:
+        """The steps of all ranks, and whether they have begun."""
+        until = time.monotonic() + DEADLINE_SECONDS
+        found = {rank: self._wait_for(rank, until) for rank in self._notes.others}
+        return {**found, self._notes.rank: (self.step, False)}
+
+    def _wait_for(self, rank: int, until: float) -> tuple[Step, bool]:
+        pause, longest = _SLEEP_SECONDS
+        while True:
+            note = self._notes.find(self._key, rank)
+            if note is not None:
+                return _read(note)
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"expected rank {rank} to {self.step} as well, but got no answer for {DEADLINE_SECONDS:g} s: it "
+                    "has ended, is in another collective, or is that far behind"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+
+def _read(note: str) -> tuple[Step, bool]:
+    verb, unit, missing, is_issued = json.loads(note)
+    return Step(verb, unit, tuple(missing)), is_issued
+
+
+def check(step: Step, found: dict[int, tuple[Step, bool]]) -> None:
+    """
+    Raises:
+        RuntimeError: another rank does something else.
+    """
+    if all(other == step for other, _ in found.values()):
+        return
+    steps: dict[Step, list[int]] = {}
+    for rank, (other, _) in sorted(found.items()):
+        steps.setdefault(other, []).append(rank)
+    told = "; ".join(f"{_ranks(ranks)} {other}" for other, ranks in steps.items())
+    raise RuntimeError(
+        f"expected all ranks to do the same, but got: {told}. For parameters that only some ranks use, call "
+        "set_reduce_scatter_unused_params(True) on the wrapped module: they count as zero then. Ranks that run "
+        "different modules have to run them all, for example by adding 0 * output.sum() to the loss"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:"
+
+
+class Agreement:
+    """What one param group knows about its steps so far. [Note: departures]"""
+
+    def __init__(self, group: ParamGroup, backend: Backend) -> None:
+        self._group, self._backend = group, backend
+        # By whether the replicas take part: without them each may have gradients of its own.
+        self._missing_before: dict[bool, tuple[str, ...]] = {False: (), True: ()}
+        self._notes: dict[bool, Notes | None] = {}
+
+    def before_gather(self) -> None:
+        """[Note: debugging]"""
+        pledge = self._pledge(Step("gather", self._group.fqn), with_replicas=False)
+        if pledge is not None:
+            pledge.leave(is_issued=False)
+            check(pledge.step, pledge.wait_for_others())
+
+    def before_reduction(self, missing: tuple[str, ...]) -> Pledge | None:
+        """``missing`` are the trainable parameters that the reduction leaves out; it may have nothing left.
+
+        Raises:
+            RuntimeError: another rank reduces other gradients.
+        """
+        group = self._group
+        with_replicas = group.all_reduce_grads
+        pledge = self._pledge(Step("reduce", group.fqn, missing), with_replicas=with_replicas)
+        if pledge is not None and (is_debugging or missing != self._missing_before[with_replicas]):
+            # Others may wait in an earlier reduction for this rank to finish its part of it.
+            group.comm_ctx.finish()
+            pledge.leave(is_issued=False)
+            found = pledge.wait_for_others()
+            try:
+                check(pledge.step, found)
+            except RuntimeError:
+                self._join(found)
+                raise
+            self._missing_before[with_replicas] = missing
+        return pledge
+
+    def _pledge(self, step: Step, *, with_replicas: bool) -> Pledge | None:
+        if not self._group.comm_ctx.takes_part:
+            return None
+        if with_replicas not in self._notes:
+            self._notes[with_replicas] = self._backend.notes(self._group.mesh_info, with_replicas=with_replicas)
+        notes = self._notes[with_replicas]
+        return None if notes is None else Pledge(step, notes)
+
+    def _join(self, found: dict[int, tuple[Step, bool]]) -> None:
+        """Take part with zeros in the reduction that other ranks have begun, if it is one of this group's."""
+        begun = {step for step, is_issued in found.values() if is_issued}
+        if len(begun) == 1:
+            (step,) = begun
+            if (step.verb, step.unit) == ("reduce", self._group.fqn):
+                self._group.reduce_zeros(step.missing)
+
+
+# Waiting in a collective
+
+_waiting: dict[int, tuple[float, Pledge]] = {}
+_watchman: list[threading.Thread] = []
+
+
+def wait(work: Any, pledge: Pledge | None) -> None:
+    """``work.wait()``, which no thread can interrupt; meanwhile another one looks after the pledge."""
+    if pledge is None:
+        work.wait()
+        return
+    if not _watchman:
+        _watchman.append(threading.Thread(target=_watch, name="hpcompat-agreement", daemon=True))
+        _watchman[0].start()
+    thread = threading.get_ident()
+    _waiting[thread] = (time.monotonic(), pledge)
+    try:
+        work.wait()
+    finally:
+        del _waiting[thread]
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(PATIENCE_SECONDS / 2)
+        for since, pledge in list(_waiting.values()):
+            if time.monotonic() - since > PATIENCE_SECONDS:
+                pledge.leave_once()
