@@ -51,7 +51,7 @@ class Kit(Protocol):
     def net(self) -> Any:
         """A new model, the same on every rank: three residual ``layers`` of two linear maps, ``up`` and ``down``, and a
         linear ``head``. Layers and model have a function ``inside``, first the identity, which their forward applies to
-        a tensor that parameters on both sides depend on. A layer whose ``is_short`` is set uses its ``down.bias`` alone.
+        a tensor that parameters on both sides depend on. A layer whose ``is_short`` is set uses only ``down.bias``.
         """
         ...
 
