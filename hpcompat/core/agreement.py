@@ -172,9 +172,8 @@ class Agreement:
         group = self._group
         with_replicas = group.all_reduce_grads
         pledge = self._pledge(Step("reduce", group.fqn, missing), with_replicas=with_replicas)
-        if False:
+        if pledge is not None and (is_debugging or missing != self._missing_before[with_replicas]):
             # Others may wait in an earlier reduction for this rank to finish its part of it.
-            group.comm_ctx.finish()
             pledge.leave(is_issued=False)
             found = pledge.wait_for_others()
             try:

@@ -54,8 +54,11 @@ def more_elements_on_some_ranks(ctx: Context) -> None:
 
 @case("RED-11", procs=(4,), requires=REQUIRES, reports=("A57",))
 def more_elements_on_some_ranks_under_hsdp(ctx: Context) -> None:
-    model = ctx.shard(ctx.model(Branches()), mesh=ctx.mesh_2d(2))
-    check_refused(ctx, model, (2,) if ctx.rank == 0 else (1, 2), naming="layers.1.bias")
+    # The root's gradients come last; with several buffers the reduction of layers.2 is still on its way.
+    for num_buffers in (1, 4):
+        model = ctx.shard(ctx.model(Branches()), units=("layers.2",), mesh=ctx.mesh_2d(2))
+        model.set_reduce_scatter_max_input_buffers(num_buffers)
+        check_refused(ctx, model, (2,) if ctx.rank == 0 else (1, 2), naming="layers.1.bias")
 
 
 @case("RED-11", procs=(2, 4), requires=REQUIRES, reports=("A57",))

@@ -12,7 +12,7 @@ from rich.text import Text
 from fault_matrix.cell import Cell, cells_of
 from fault_matrix.kit import UNITS
 from fault_matrix.points import POINTS, SCRIPT
-from fault_matrix.settings import STYLES, WRAPPERS, Setting
+from fault_matrix.settings import Setting
 
 # By kit, setting and cell: what each rank found wrong.
 Results = dict[tuple[str, str, Cell], list[str]]
@@ -22,6 +22,7 @@ _TITLES = {
     "one": "An exception on one rank, which catches up; then all drop the step",
     "one between phases": "An exception on one rank between two phases of the step, before which the ranks agree",
 }
+_COLUMN_WIDTH = 19  # of the longest name of a setting, and the frame
 _WELL, _WRONG, _NONE = ("✓", "green"), ("✗", "red"), ("·", "dim")
 
 
@@ -44,10 +45,15 @@ def show(
     console: Console, results: Results, *, kits: Sequence[str], settings: Sequence[Setting], who: Sequence[str]
 ) -> None:
     for one_who in who:
-        for part in (WRAPPERS, STYLES):
-            columns = [setting for setting in settings if setting in part]
-            if columns:
-                console.print(_table(results, kits=kits, settings=columns, who=one_who))
+        columns = [
+            (kit, setting)
+            for setting in settings
+            for kit in kits
+            if any((kit, setting.id, cell) in results for cell in cells_of(setting, who=one_who))
+        ]
+        size = _num_columns(console, multiple=len(kits))
+        for start in range(0, len(columns), size):
+            console.print(_table(results, columns=columns[start : start + size], who=one_who))
     legend = f"{_WELL[0]} no trace, {_WRONG[0]} a trace, {_NONE[0]} no such cell"
     console.print(f"A mark per unit ({', '.join(UNITS)}): {legend}")
     for kit in kits:
@@ -57,16 +63,21 @@ def show(
             console.print(f"  {count:4}  {verdict}")
 
 
-def _table(results: Results, *, kits: Sequence[str], settings: Sequence[Setting], who: str) -> Table:
+def _num_columns(console: Console, *, multiple: int) -> int:
+    """How many ways to train fit beside the places."""
+    num_columns = (console.width - max(len(point.id) for point in POINTS) - 4) // _COLUMN_WIDTH
+    return max(1, num_columns // multiple) * multiple
+
+
+def _table(results: Results, *, columns: Sequence[tuple[str, Setting]], who: str) -> Table:
     table = Table(title=_TITLES[who], header_style="bold", title_justify="left")
     table.add_column("the exception comes", no_wrap=True)
-    for setting in settings:
-        for kit in kits:
-            name = setting.id.replace(" reshard=", "\nreshard ").replace(", ", "\n")
-            table.add_column(f"{name}\n{'native' if is_native(kit) else 'hpcompat'}", justify="center")
+    for kit, setting in columns:
+        name = setting.id.replace(" reshard=", "\nreshard ").replace(", ", "\n")
+        table.add_column(f"{name}\n{'native' if is_native(kit) else 'hpcompat'}", justify="center")
     for point in POINTS:
         cells = [Cell(point.id, unit, who) for unit in (("root",) if point.id in SCRIPT else UNITS)]
-        rows = [[results.get((kit, setting.id, cell)) for cell in cells] for setting in settings for kit in kits]
+        rows = [[results.get((kit, setting.id, cell)) for cell in cells] for kit, setting in columns]
         if any(verdicts is not None for row in rows for verdicts in row):
             table.add_row(point.id, *map(_marks, rows))
     return table
