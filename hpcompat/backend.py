@@ -115,7 +115,7 @@ class ReduceRequest:
     all_reduce_stream: Any
     # As in GatherRequest.
     takes_part: bool = True
-    # To be looked after while waiting, see hpcompat.core.agreement.wait, and settled before the gradients are used.
+    # To be settled before the gradients are used. Waiting goes through hpcompat.core.agreement.
     pledge: Pledge | None = None
 
 

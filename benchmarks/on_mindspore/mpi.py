@@ -38,6 +38,7 @@ class MpiClock:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     _num_requests: int = 0
+    _is_running: bool = False
 
     def start(self) -> None:
         """Forget what was, at the start of a step."""
@@ -50,12 +51,18 @@ class MpiClock:
         return self._num_requests - 1
 
     def time(self, call: Call, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function``; what it does to requests in turn is part of this call."""
+        if self._is_running:
+            return function(*args)
+        self._is_running = True
         start, cpu_start = time.perf_counter(), time.thread_time()
-        result = function(*args)
-        self.cpu_seconds += time.thread_time() - cpu_start
-        self.seconds += time.perf_counter() - start
-        self.calls.append(call)
-        return result
+        try:
+            return function(*args)
+        finally:
+            self.cpu_seconds += time.thread_time() - cpu_start
+            self.seconds += time.perf_counter() - start
+            self.calls.append(call)
+            self._is_running = False
 
 
 class ClockedComm:
@@ -85,6 +92,10 @@ class ClockedRequest:
 
     def Wait(self) -> None:
         self._clock.time(Call("Wait", self._number), self._request.Wait)
+
+    def wait_by(self, function: Callable[[Any], None], exchange: Any) -> None:
+        """`function(exchange)` waits for this request, by as many calls as it takes: one `Wait`."""
+        self._clock.time(Call("Wait", self._number), function, exchange)
 
 
 class LoopbackComm:
@@ -116,11 +127,26 @@ class LoopbackRequest:
 def talking_through(comm: Any) -> Iterator[None]:
     """Let the backend make its MPI calls through ``comm`` inside the block; `world_comm` is its own."""
     world: Any = communicator.world()
+    exchange: Any = communicator._Exchange
     before, world._comm = world._comm, comm
+    wait_with_patience, exchange.wait_with_patience = exchange.wait_with_patience, _wait(exchange.wait_with_patience)
     try:
         yield
     finally:
-        world._comm = before
+        world._comm, exchange.wait_with_patience = before, wait_with_patience
+
+
+def _wait(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`function`, which polls a request, on the clock as one call: between two looks it does nothing else."""
+
+    def wait_with_patience(exchange: Any) -> None:
+        request = exchange.request
+        if isinstance(request, ClockedRequest):
+            request.wait_by(function, exchange)
+        else:
+            function(exchange)
+
+    return wait_with_patience
 
 
 def world_comm() -> Any:

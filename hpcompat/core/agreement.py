@@ -8,11 +8,13 @@ other parameters of a param group are without a gradient than at its last reduct
 a note for the others, outside of the collectives, and waits for theirs. They either depart too, or are in that
 reduction already; whoever waits in a reduction for ``PATIENCE_SECONDS`` leaves a note as well. Ranks whose notes agree
 go on. Else those that depart first take part in what the others have begun, with zeros, so that nobody is left waiting;
-then all of them raise. As long as nothing changes, nothing is sent.
+then all of them raise. As long as nothing changes, nothing is sent. Every rank reads the notes of all others, so groups
+of more than ``MAX_RANKS`` are left alone.
 
 [Note: debugging]
-With ``HPCOMPAT_DEBUG=1`` in the environment every gather and every reduction counts as a departure. That also finds
-ranks that run different units, before they exchange anything, and costs a round of notes for each collective.
+With ``HPCOMPAT_DEBUG=1`` in the environment every gather and every reduction counts as a departure, in groups of any
+size. That also finds ranks that run different units, before they exchange anything, and costs a round of notes for each
+collective.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from hpcompat.core.param_group import ParamGroup
 
 is_debugging = os.environ.get("HPCOMPAT_DEBUG") == "1"
+MAX_RANKS = 32
 PATIENCE_SECONDS = 2.0
 # As long as a collective waits by default: the others may be that far behind.
 DEADLINE_SECONDS = 1800.0
@@ -57,6 +61,10 @@ class Notes(Protocol):
         ...
 
 
+# What this process has promised lately; the last ones may be pending.
+_recent: deque[Pledge] = deque(maxlen=64)
+
+
 class Step(NamedTuple):
     """What one rank does at one place in the order of collectives."""
 
@@ -72,7 +80,7 @@ class Step(NamedTuple):
 class Pledge:
     """One step of this rank and the place where notes about it are found."""
 
-    __slots__ = ("_is_left", "_key", "_notes", "step")
+    __slots__ = ("_is_left", "_is_settled", "_key", "_notes", "step")
 
     def __init__(self, step: Step, notes: Notes) -> None:
         self.step = step
@@ -80,20 +88,22 @@ class Pledge:
         # All ranks take the steps that they take together in one order.
         notes.num_steps += 1
         self._key = str(notes.num_steps)
-        self._is_left = False
+        self._is_left = self._is_settled = False
+        _recent.append(self)
 
     def leave(self, *, is_issued: bool) -> None:
         """Say what this rank does. ``is_issued``: it has begun, and waits in the collective."""
         self._is_left = True
         self._notes.leave(self._key, json.dumps([*self.step, is_issued]))
 
-    def leave_once(self) -> None:
-        """From whoever has waited for long."""
-        if not self._is_left:
+    def leave_if_pending(self) -> None:
+        """Say that this rank has begun, unless it is through or has said what it does."""
+        if not self._is_left and not self._is_settled:
             self.leave(is_issued=True)
 
     def settle(self) -> None:
         """After the collective: raise if this rank had to leave a note, and another's is different."""
+        self._is_settled = True
         if self._is_left:
             notes = {rank: self._notes.find(self._key, rank) for rank in self._notes.others}
             found = {rank: _read(note) for rank, note in notes.items() if note is not None}
@@ -174,6 +184,7 @@ class Agreement:
         pledge = self._pledge(Step("reduce", group.fqn, missing), with_replicas=with_replicas)
         if pledge is not None and (is_debugging or missing != self._missing_before[with_replicas]):
             # Others may wait in an earlier reduction for this rank to finish its part of it.
+            group.comm_ctx.finish()
             pledge.leave(is_issued=False)
             found = pledge.wait_for_others()
             try:
@@ -190,7 +201,9 @@ class Agreement:
         if with_replicas not in self._notes:
             self._notes[with_replicas] = self._backend.notes(self._group.mesh_info, with_replicas=with_replicas)
         notes = self._notes[with_replicas]
-        return None if notes is None else Pledge(step, notes)
+        if notes is None or (len(notes.others) >= MAX_RANKS and not is_debugging):
+            return None
+        return Pledge(step, notes)
 
     def _join(self, found: dict[int, tuple[Step, bool]]) -> None:
         """Take part with zeros in the reduction that other ranks have begun, if it is one of this group's."""
@@ -203,29 +216,34 @@ class Agreement:
 
 # Waiting in a collective
 
-_waiting: dict[int, tuple[float, Pledge]] = {}
+_waiting: dict[int, float] = {}
 _watchman: list[threading.Thread] = []
 
 
-def wait(work: Any, pledge: Pledge | None) -> None:
-    """``work.wait()``, which no thread can interrupt; meanwhile another one looks after the pledge."""
-    if pledge is None:
-        work.wait()
-        return
+def wait(work: Any) -> None:
+    """``work.wait()``, which no thread can interrupt; meanwhile another one leaves the notes."""
     if not _watchman:
         _watchman.append(threading.Thread(target=_watch, name="hpcompat-agreement", daemon=True))
         _watchman[0].start()
     thread = threading.get_ident()
-    _waiting[thread] = (time.monotonic(), pledge)
+    _waiting[thread] = time.monotonic()
     try:
         work.wait()
     finally:
         del _waiting[thread]
 
 
+def lose_patience() -> None:
+    """Leave notes for all that this process has begun: whoever it waits for may itself wait for another rank, in a
+    later step.
+    """
+    for pledge in tuple(_recent):
+        pledge.leave_if_pending()
+
+
 def _watch() -> None:
     while True:
         time.sleep(PATIENCE_SECONDS / 2)
-        for since, pledge in list(_waiting.values()):
-            if time.monotonic() - since > PATIENCE_SECONDS:
-                pledge.leave_once()
+        now = time.monotonic()
+        if any(now - since > PATIENCE_SECONDS for since in tuple(_waiting.values())):
+            lose_patience()

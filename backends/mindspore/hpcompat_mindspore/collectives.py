@@ -14,7 +14,7 @@ from mindspore import Tensor
 
 from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
 from hpcompat.errors import CapabilityError
-from hpcompat_mindspore.communicator import Communicator, Work, wait
+from hpcompat_mindspore.communicator import Communicator, Work
 from hpcompat_mindspore.tensors import HOST, Buffer, Memory, memory_of
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class ReductionInFlight:
 
     def _wait(self) -> None:
         if self._work is not None:
-            wait(self._work, self.request.pledge)
+            self._work.wait()
             self._work = None
 
 

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from hpcompat.comm import ReduceOp
 from hpcompat.core import agreement
 from hpcompat.errors import CapabilityError
 from hpcompat_mindspore.tensors import HOST, Buffer, add_arrays
-
-if TYPE_CHECKING:
-    from hpcompat.core.agreement import Pledge
 
 Array = np.ndarray[Any, Any]
 _SEGMENT_BYTES = 1 << 20
@@ -176,7 +173,7 @@ class MPICommunicator:
             HOST.divide(out, self._size)
 
     def gather_now(self, output: Array, input: Array) -> None:
-        self._second.Allgather(_bits(input), _bits(output))
+        _Exchange(self._second.Iallgather(_bits(input), _bits(output)), (output, input)).wait_with_patience()
 
 
 _in_flight: set[_Exchange] = set()
@@ -204,20 +201,14 @@ class _Exchange:
             self.request.Wait()
             self._buffers = ()
 
-    def look_after(self, pledge: Pledge) -> None:
-        """Return when the exchange is complete; leave a note if that takes long."""
+    def wait_with_patience(self) -> None:
+        """As ``wait``; if that takes long, with notes to the others about what this rank is waiting for."""
         until = time.monotonic() + agreement.PATIENCE_SECONDS
-        while not self.request.Test():
+        while self._buffers and not self.request.Test():
             if time.monotonic() > until:
-                pledge.leave_once()
+                agreement.lose_patience()
             os.sched_yield()
-
-
-def wait(work: Work, pledge: Pledge | None) -> None:
-    """``work.wait()``, with an eye on the pledge; by this thread, as MPI is not for several."""
-    if pledge is not None and isinstance(work, _ReduceScatter):
-        work.exchange.look_after(pledge)
-    work.wait()
+        self.wait()
 
 
 class _ReduceScatter:
@@ -227,7 +218,7 @@ class _ReduceScatter:
         self, group: MPICommunicator, request: Any, *, output: Array, received: Array, op: ReduceOp, kept: Array
     ) -> None:
         self._group, self._op = group, op
-        self.exchange = _Exchange(request, (kept, received))
+        self._exchange = _Exchange(request, (kept, received))
         self._output, self._received = output, received
         self._is_done = False
 
@@ -235,7 +226,7 @@ class _ReduceScatter:
         if self._is_done:
             return
         self._is_done = True
-        self.exchange.wait()
+        self._exchange.wait_with_patience()
         self._finish(self._received)
         del self._received
 

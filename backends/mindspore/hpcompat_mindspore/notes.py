@@ -8,6 +8,8 @@ from typing import Any
 from hpcompat_mindspore.communicator import MPICommunicator, world
 
 _TAG = 1717
+# Nobody waits for an answer about an older step.
+_NUM_KEPT = 64
 Ranks = tuple[int, ...]
 # By who shares them, key and sender: what has arrived.
 _inbox: dict[tuple[Ranks, str, int], str] = {}
@@ -26,8 +28,8 @@ class MPINotes:
     def leave(self, key: str, note: str) -> None:
         self._sent = [request for request in self._sent if not request.Test()]
         self._sent += [self._comm.isend((self._ranks, key, note), dest=rank, tag=_TAG) for rank in self.others]
-        # Whoever is at this step has seen what it needed of the earlier ones.
-        for old in [entry for entry in _inbox if entry[0] == self._ranks and int(entry[1]) < self.num_steps]:
+        first = self.num_steps - _NUM_KEPT
+        for old in [entry for entry in _inbox if entry[0] == self._ranks and int(entry[1]) < first]:
             del _inbox[old]
 
     def find(self, key: str, rank: int) -> str | None:

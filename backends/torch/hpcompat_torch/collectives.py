@@ -210,7 +210,7 @@ class ReductionInFlight:
 
     def _wait_for_work(self) -> None:
         if self.work is not None:
-            agreement.wait(self.work, self.request.pledge)
+            agreement.wait(self.work)
             self.work = None
 
 

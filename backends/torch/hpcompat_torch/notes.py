@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# Older ones have been read by all who wait for them: nobody comes that far ahead without an answer of the others.
-_NUM_KEPT = 2
+# Older ones have been read by all who wait for them: nobody comes that far ahead of the others.
+_NUM_KEPT = 64
 
 
 class StoreNotes:

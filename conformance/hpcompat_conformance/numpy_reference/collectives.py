@@ -191,7 +191,7 @@ class ReductionInFlight:
 
     def _wait(self) -> None:
         if self._work is not None:
-            agreement.wait(self._work, self._request.pledge)
+            agreement.wait(self._work)
 
     def _finish(self) -> None:
         self.post_event = self.post_stream.record_event()
