@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
 from collections import Counter
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
@@ -62,8 +63,8 @@ def test_cases_name_no_framework_and_no_implementation() -> None:
         tree = ast.parse(file.read_text())
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        allowed = {"numpy", "typing", "__future__", "collections"}
-        assert {name for name in imported if name.split(".")[0] not in allowed | {"hpcompat_conformance"}} == set()
+        allowed = sys.stdlib_module_names | {"numpy", "hpcompat_conformance"}
+        assert {name for name in imported if name.split(".")[0] not in allowed} == set()
         attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         assert not attributes & {"implementation", "capabilities", "name", "versions"}
 

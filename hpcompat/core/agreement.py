@@ -1,5 +1,7 @@
 """Ranks that reduce different gradients: found before anything of it is added up (public report A57).
 
+Off unless ``HPCOMPAT_DEBUG=1`` is in the environment: see ``docs/gradients.md``.
+
 [Note: departures]
 Every rank has to reduce the same gradients of a unit. Ranks that do not would add up gradients of different parameters
 where the lengths happen to agree, and end in an abort or a hang where they do not. No rank sees that alone, and asking
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from hpcompat.core.param_group import ParamGroup
 
 is_debugging = os.environ.get("HPCOMPAT_DEBUG") == "1"
+# Departures without debugging. After an exception in a step with departures ranks may wait for one another, so this is
+# not the default.
+watches_departures = False
 MAX_RANKS = 32
 PATIENCE_SECONDS = 2.0
 # As long as a collective waits by default: the others may be that far behind.
@@ -196,7 +201,7 @@ class Agreement:
         return pledge
 
     def _pledge(self, step: Step, *, with_replicas: bool) -> Pledge | None:
-        if not self._group.comm_ctx.takes_part:
+        if not (watches_departures or is_debugging) or not self._group.comm_ctx.takes_part:
             return None
         if with_replicas not in self._notes:
             self._notes[with_replicas] = self._backend.notes(self._group.mesh_info, with_replicas=with_replicas)
@@ -222,6 +227,9 @@ _watchman: list[threading.Thread] = []
 
 def wait(work: Any) -> None:
     """``work.wait()``, which no thread can interrupt; meanwhile another one leaves the notes."""
+    if not (watches_departures or is_debugging):
+        work.wait()
+        return
     if not _watchman:
         _watchman.append(threading.Thread(target=_watch, name="hpcompat-agreement", daemon=True))
         _watchman[0].start()

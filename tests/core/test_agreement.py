@@ -18,6 +18,12 @@ from training import Net, assert_equal, batch, gradients, initialize, train, wra
 
 pytestmark = pytest.mark.usefixtures("reference")
 
+
+@pytest.fixture(autouse=True)
+def watching(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "watches_departures", True)
+
+
 SHAPES = [(2,), (4,), (2, 2), (2, 1), (4, 1)]
 Use = Callable[[int], Sequence[str]]
 
