@@ -82,8 +82,8 @@ ROWS = [
         "module-parameter",
         lambda api: api.fully_shard(linear().weight),
         (TypeError,),
-        r"but got an object of type torch.nn.parameter.Parameter",
-        r"choose one with backend=",
+        r"but got Parameter",
+        r"expects a module or a list of modules of torch",
         "2",
     ),
     Misuse(
