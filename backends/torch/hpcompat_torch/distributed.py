@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +48,28 @@ def _choose_device(wanted: str | None) -> torch.device:
 
 def destroy_process_group() -> None:
     dist.destroy_process_group()
+    _let_gloo_threads_rest()
+
+
+def _let_gloo_threads_rest() -> None:
+    """Wait until no thread of gloo is still letting go of its last tensors; a second at most.
+
+    Groups outlive the call above, as meshes hold them, and so do their threads. One that frees a tensor while the
+    interpreter shuts down aborts the process: ``terminate called without an active exception``, exit code -6.
+    Here the interpreter's lock is free while we sleep, so a thread that needs it is soon asleep on its queue again.
+    """
+    for _ in range(1000):
+        time.sleep(0.001)
+        if not any(_is_awake(task) for task in Path("/proc/self/task").glob("*/stat")):
+            return
+
+
+def _is_awake(task: Path) -> bool:
+    try:
+        name, _, rest = task.read_text().partition(" (")[2].rpartition(") ")
+    except OSError:  # it has ended
+        return False
+    return name == "pt_gloo_runloop" and not rest.startswith("S")
 
 
 def is_initialized() -> bool:

@@ -186,6 +186,7 @@ def main() -> None:
             }
     if side.RANK == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
+    hpcompat.destroy_process_group()
 
 
 if __name__ == "__main__":
