@@ -11,6 +11,7 @@ exchange and adds it up by itself, which moves as many bytes, needs no arithmeti
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -26,6 +27,9 @@ from hpcompat_mindspore.tensors import HOST, Buffer, add_arrays
 
 Array = np.ndarray[Any, Any]
 _SEGMENT_BYTES = 1 << 20
+# MPI's own waiting never leaves the core. A rank that is early would take it from one that still computes.
+_SPIN_SECONDS = 0.0005
+_NAP_SECONDS = 0.00005
 
 
 class Work(Protocol):
@@ -153,7 +157,7 @@ class MPICommunicator:
         return self._comm
 
     def barrier(self) -> None:
-        self._comm.Barrier()
+        _Exchange(self._comm.Ibarrier(), (np.empty(0),)).wait()
 
     def separate(self) -> MPICommunicator:
         return MPICommunicator(self._comm.Dup(), self.ranks)
@@ -196,19 +200,24 @@ class _Exchange:
         _in_flight.add(self)
 
     def wait(self) -> None:
-        if self._buffers:
-            _in_flight.discard(self)
-            self.request.Wait()
-            self._buffers = ()
+        self._look_until_done(patience=math.inf)
 
     def wait_with_patience(self) -> None:
         """As ``wait``; if that takes long, with notes to the others about what this rank is waiting for."""
-        until = time.monotonic() + agreement.PATIENCE_SECONDS
+        self._look_until_done(patience=agreement.PATIENCE_SECONDS)
+
+    def _look_until_done(self, *, patience: float) -> None:
+        started = time.monotonic()
         while self._buffers and not self.request.Test():
-            if time.monotonic() > until:
+            waited = time.monotonic() - started
+            if waited > patience:
                 agreement.lose_patience()
-            os.sched_yield()
-        self.wait()
+            if waited < _SPIN_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_SECONDS)
+        _in_flight.discard(self)
+        self._buffers = ()
 
 
 class _ReduceScatter:
