@@ -64,7 +64,7 @@ def profile_case(
     The rest is what a step takes beyond the bare model's step and the listed functions: hook dispatch in `nn.Module`
     and in autograd, slower modules and gradients, and the two ranks disturbing each other.
     """
-    implementations: dict[SideName, str] = {"ours": ours, "native": "native", "bare": "bare"}
+    implementations: dict[SideName, str] = {"ours": ours.partition("-")[0], "native": "native", "bare": "bare"}
     with contextlib.ExitStack() as stack:
         if case.noop_collectives:
             stack.enter_context(noop_collectives(CallCounter()))

@@ -21,8 +21,14 @@ SIDES: tuple[SideName, ...] = ("ours", "native", "bare")
 TURNS: tuple[tuple[SideName, ...], ...] = (("ours", "native", "bare"), ("native", "ours", "bare"))
 """Orders of alternate rounds: ours follows native as often as native follows ours, and each follows bare as often."""
 
-IMPLEMENTATIONS: dict[str, str] = {"hpcompat": "hpcompat", "native": "torch.distributed.fsdp"}
-"""Name -> the module that has its `fully_shard`. More may be added; nothing else here knows them."""
+IMPLEMENTATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "hpcompat": ("hpcompat", {}),
+    # Its defaults turned off, one at a time: a collective for each parameter; a copy before each gather.
+    "hpcompat-per-parameter": ("hpcompat", {"comm_fusion": False}),
+    "hpcompat-copying": ("hpcompat", {"comm_fusion_zero_copy": False}),
+    "native": ("torch.distributed.fsdp", {}),
+}
+"""Name -> the module that has its `fully_shard`, and options. More may be added; nothing else here knows them."""
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer] | None] = {
     "none": None,
@@ -51,11 +57,12 @@ class Side:
 
 def shard(model: nn.Module, *, implementation: str, mesh: DeviceMesh) -> None:
     """Each block a unit, the rest of the model the root unit; in place."""
-    fully_shard = importlib.import_module(IMPLEMENTATIONS[implementation]).fully_shard
+    module, options = IMPLEMENTATIONS[implementation]
+    fully_shard = importlib.import_module(module).fully_shard
     blocks = model.get_submodule("blocks")
     for block in blocks.children():
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
 
 
 def make_side(
