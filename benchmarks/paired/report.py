@@ -14,6 +14,11 @@ LEGEND = (
     "of added time where collectives are no-ops (*), of step time elsewhere, with a 90 % bootstrap interval. "
     "CPU ratio: the same of the stepping thread's CPU time in the cheapest step."
 )
+OPTIMIZER_LEGEND = (
+    "ms, medians over the timed steps, a step's time being the slowest rank's, with 90 % bootstrap intervals of the "
+    "ratios over the repeats; CPU: of the stepping thread, in a repeat's cheapest step. Differing: elements of "
+    "parameters and states."
+)
 
 
 def print_report(console: Console, result: dict[str, Any]) -> None:
@@ -21,11 +26,8 @@ def print_report(console: Console, result: dict[str, Any]) -> None:
     console.print(_times(result))
     console.print(LEGEND)
     busiest = max(row["bare_ms"] / row["cpu_ms"]["bare"] for row in result["cases"].values())
-    if result["settings"]["device"] == "cpu" and busiest > BUSY:
-        console.print(
-            f"[bold]The machine was busy[/bold]: the bare model took {busiest:.2f} times its CPU time, so that times "
-            "on the clock say little; compare CPU time, or run again when nothing else runs."
-        )
+    if result["settings"]["device"] == "cpu":
+        _say_if_busy(console, busiest, what="the bare model")
     if "growth" in result:
         growth = result["growth"]
         console.print(f"tiny96 / tiny24: ours {growth['ours']:.2f}, native {growth['native']:.2f}")
@@ -33,6 +35,48 @@ def print_report(console: Console, result: dict[str, Any]) -> None:
         console.print(_memory(result["memory"]["peak_bytes"]))
     for name, profile in result.get("profile", {}).items():
         console.print(_profile(name, profile))
+
+
+def print_optimizer_report(console: Console, result: dict[str, Any]) -> None:
+    """Times of the optimizer's step on the three sides, and whether they did the same."""
+    settings, machine = result["settings"], result["machine"]
+    table = Table(
+        title=f"AdamW (foreach) on {result['num_parameters']} shards, {settings['dtype']}, ours ({settings['ours']}), "
+        f"torch {result['versions']['torch']}, {settings['num_ranks']} rank(s), {settings['num_threads']} thread(s) "
+        f"each, {machine['num_cores']} cores"
+    )
+    for heading in ("side", "ms", "/ plain", "90 %", "CPU ms", "/ plain", "differing from plain"):
+        table.add_column(heading, justify="left" if heading == "side" else "right", no_wrap=True)
+    for side in ("plain", "native", "ours"):
+        table.add_row(side, *_optimizer_cells(result, side))
+    console.print(table)
+    low, high = result["ours_over_native_interval"]
+    console.print(
+        f"ours / plain {result['ours_over_plain']:.3f}, ours / native {result['ours_over_native']:.3f} "
+        f"({low:.3f}-{high:.3f}); bits of all sides equal after {result['num_steps']['ours']} steps of each repeat: "
+        f"{'yes' if result['bits_equal'] else '[bold]no[/bold]'}, "
+        f"{result['num_elements_moved']} of {result['num_elements']} elements moved"
+    )
+    console.print(OPTIMIZER_LEGEND)
+    _say_if_busy(console, result["plain_ms"] / result["cpu_ms"]["plain"], what="a step on plain tensors")
+
+
+def _optimizer_cells(result: dict[str, Any], side: str) -> tuple[str, ...]:
+    milliseconds, cpu = f"{result[f'{side}_ms']:.3f}", f"{result['cpu_ms'][side]:.3f}"
+    if side == "plain":
+        return milliseconds, "1", "", cpu, "1", ""
+    low, high = result[f"{side}_over_plain_interval"]
+    num_differing = sum(result["differing_elements"][side].values())
+    ratios = f"{result[f'{side}_over_plain']:.3f}", f"{low:.3f}-{high:.3f}"
+    return milliseconds, *ratios, cpu, f"{result[f'{side}_over_plain_cpu']:.3f}", str(num_differing)
+
+
+def _say_if_busy(console: Console, times_cpu_time: float, *, what: str) -> None:
+    if times_cpu_time > BUSY:
+        console.print(
+            f"[bold]The machine was busy[/bold]: {what} took {times_cpu_time:.2f} times its CPU time, so that times "
+            "on the clock say little; compare CPU time, or run again when nothing else runs."
+        )
 
 
 def _times(result: dict[str, Any]) -> Table:

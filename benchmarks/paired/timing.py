@@ -105,14 +105,15 @@ def run_rounds(
         report(index + 1)
     gc.unfreeze()
     for lane in lanes:
-        lane.wall = _slowest(lane.wall, device=device)
-        lane.cpu = _slowest(lane.cpu, device=device)
+        lane.wall = slowest(lane.wall, device=device)
+        lane.cpu = slowest(lane.cpu, device=device)
 
 
-def _slowest(rounds: Rounds, *, device: torch.device) -> Rounds:
-    slowest = torch.tensor(rounds, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.tolist()
+def slowest(rounds: Rounds, *, device: torch.device) -> Rounds:
+    """For every step the time of the rank that took longest; all ranks call this together."""
+    longest = torch.tensor(rounds, dtype=torch.float64, device=device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return longest.tolist()
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paired.cases import CASES, Case
+from paired.command import Outbox, process_group
 from paired.memory import measure_peaks
 from paired.profile import NUM_ROUNDS, Detail, profile_case
 from paired.sides import SIDES, make_side
@@ -35,12 +35,6 @@ class Settings:
     profile: Detail | None
 
 
-class Outbox(Protocol):
-    """Where rank 0 puts messages for the parent process: ("progress", text) and, last, ("result", dict)."""
-
-    def put(self, message: tuple[str, Any], /) -> None: ...
-
-
 def work(rank: int, settings: Settings, store_path: str, outbox: Outbox) -> None:
     """Entry point of a spawned process."""
     torch.set_num_threads(settings.num_threads)
@@ -48,19 +42,11 @@ def work(rank: int, settings: Settings, store_path: str, outbox: Outbox) -> None
     device = torch.device(settings.device, rank) if settings.device != "cpu" else torch.device("cpu")
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "nccl",
-        init_method=f"file://{store_path}",
-        rank=rank,
-        world_size=settings.num_procs,
-    )
-    try:
+    with process_group(device, rank=rank, num_procs=settings.num_procs, store_path=store_path):
         mesh = init_device_mesh(device.type, (settings.num_procs,))
         result = _Run(settings, mesh=mesh, device=device, rank=rank, outbox=outbox).run()
         if rank == 0:
             outbox.put(("result", result))
-    finally:
-        dist.destroy_process_group()
 
 
 class _Run:

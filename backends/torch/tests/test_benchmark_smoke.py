@@ -1,7 +1,8 @@
-"""The benchmark runs from the command line and writes what it promises; its numbers are nobody's business here."""
+"""The benchmarks run from the command line and write what they promise; their numbers are nobody's business here."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import subprocess
@@ -10,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "step_time.py"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+SCRIPT = BENCHMARKS / "step_time.py"
+OPTIMIZER_SCRIPT = BENCHMARKS / "optimizer_step.py"
 NUM_UNITS = 25
 GATHERS_PER_STEP = 2 * NUM_UNITS - 1  # forward and backward, but the root stays gathered in between
 ARGUMENTS = ("--cases", "tiny24,tiny24-host", "--rounds", "1", "--steps", "1", "--profile", "stages")
@@ -77,3 +81,62 @@ def test_unknown_case_is_refused_with_the_known_ones() -> None:
 
     assert finished.returncode == 2
     assert "expected cases among tiny24, tiny24-host, decoder6, tiny96, but got tiny25" in finished.stderr
+
+
+# optimizer_step.py
+
+NUM_PARAMETERS = 20  # of the 22 of a decoder of two blocks
+NUM_REPEATS, NUM_ROUNDS, NUM_STEPS = 2, 1, 2
+NUM_WARMUP_ROUNDS = 2
+STATES = {"parameter", "step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.fixture(
+    scope="module", params=[(1, "fp32"), (2, "fp32"), (2, "bf16")], ids=lambda found: f"{found[0]}-{found[1]}"
+)
+def optimizer_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    num_ranks, dtype = request.param
+    path = tmp_path_factory.mktemp("benchmark") / "step.json"
+    sizes = {"ranks": num_ranks, "dtype": dtype, "parameters": NUM_PARAMETERS}
+    sizes |= {"repeats": NUM_REPEATS, "rounds": NUM_ROUNDS, "steps": NUM_STEPS}
+    options = [f"--{name}={value}" for name, value in sizes.items()]
+    command = [sys.executable, str(OPTIMIZER_SCRIPT), *options, "--json", str(path)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(path.read_text()), finished.stdout
+
+
+def test_optimizer_result_has_the_promised_shape(optimizer_run: Run) -> None:
+    result, printed = optimizer_run
+
+    for key in ("plain_ms", "native_ms", "ours_ms", "ours_over_plain", "ours_over_native", "native_over_plain"):
+        assert isinstance(result[key], float), (key, result[key])
+        assert result[key] > 0, (key, result[key])
+    assert result["ours_over_plain"] == pytest.approx(result["ours_ms"] / result["plain_ms"])
+    assert f"ours / plain {result['ours_over_plain']:.3f}" in printed
+    assert result["num_timed_steps"] == NUM_REPEATS * NUM_ROUNDS * NUM_STEPS
+    assert {"versions", "machine", "settings"} <= set(result)
+
+
+def test_optimizer_sides_step_the_same_to_the_same_bits(optimizer_run: Run) -> None:
+    result, _ = optimizer_run
+
+    assert result["num_parameters"] == NUM_PARAMETERS
+    steps = NUM_WARMUP_ROUNDS + NUM_ROUNDS * (1 + NUM_STEPS)
+    assert result["num_steps"] == dict.fromkeys(("plain", "native", "ours"), steps)
+    assert result["num_elements_moved"] > result["num_elements"] // 2 > 0
+    none = dict.fromkeys(STATES, 0)
+    assert result["differing_elements"] == {"native": none, "ours": none}
+    assert result["bits_equal"] is True
+
+
+def test_one_bit_of_difference_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    optimizers = importlib.import_module("paired.optimizers")
+    for dtype in (torch.float32, torch.bfloat16):
+        zeros = torch.zeros(2, 3, dtype=dtype)
+        other = zeros.clone()
+        other[1, 2] = -0.0
+
+        assert optimizers.num_differing([zeros, zeros], [zeros, zeros]) == 0
+        assert optimizers.num_differing([zeros, zeros], [zeros, other]) == 1
