@@ -16,7 +16,7 @@ from hpcompat.distributed import (
     init_process_group,
     is_initialized,
 )
-from hpcompat.errors import CapabilityError, UserError
+from hpcompat.errors import CapabilityError, CollectiveError, UserError
 from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from hpcompat.module import HSDPModule, ReplicateModule, UnshardHandle
 from hpcompat.optim import clip_grad_norm_, optimizer_step, unscale_grads_, zero_grad
@@ -45,6 +45,7 @@ __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
     "CapabilityError",
+    "CollectiveError",
     "Comm",
     "DDPMeshInfo",
     "DataParallelMeshDims",

@@ -17,6 +17,7 @@ from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshIn
 
 if TYPE_CHECKING:
     from hpcompat.core.agreement import Notes, Pledge
+    from hpcompat.core.param_group import ParamGroup
     from hpcompat.core.unit import Unit
     from hpcompat.distributed import Distributed
     from hpcompat.optim import Optim
@@ -97,6 +98,8 @@ class GatherRequest:
     async_op: bool
     # False while this rank catches up: the others have had its part already, and the output is zeros.
     takes_part: bool = True
+    # Whose collective it is, for :func:`hpcompat.core.failure.failed`.
+    owner: ParamGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ class ReduceRequest:
     takes_part: bool = True
     # To be settled before the gradients are used. Waiting goes through hpcompat.core.agreement.
     pledge: Pledge | None = None
+    owner: ParamGroup | None = None
 
 
 class GroupTensors(Protocol):

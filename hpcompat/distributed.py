@@ -6,13 +6,18 @@ The names are those of ``torch.distributed``. What they return is the framework'
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 from hpcompat import registry
+from hpcompat.core.failure import naming
 
+TIMEOUT_VARIABLE = "HPCOMPAT_TIMEOUT"
+# As long as torch waits. For transports that would wait for ever.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 _OPS = ("sum", "avg", "max", "min")
 
 
@@ -48,20 +53,47 @@ def init_process_group(
     Args:
         backend: ``"torch"`` or ``"mindspore"``; by default as ``HPCOMPAT_BACKEND`` says, else the one installed.
         device: ``"cpu"``, ``"cuda"``, ``"npu"``, ...; by default the accelerator if there is one per process.
-        timeout: how long a collective waits for the other ranks; by default as long as the framework does.
+        timeout: how long a collective waits for the other ranks; by default ``HPCOMPAT_TIMEOUT`` in seconds, else as
+            long as the framework does, over MPI half an hour as torch does. After it a :class:`CollectiveError` names
+            the collective and the unit.
 
     MindSpore records operations for :func:`hpcompat.backward` from here on, as torch always does.
 
     Raises:
-        ValueError: an unknown backend, or fewer devices than processes.
+        ValueError: an unknown backend, fewer devices than processes, or a timeout that is not above 0.
         RuntimeError: called twice.
-        CapabilityError: the transport cannot do it, such as a timeout over MPI.
+        CapabilityError: the transport cannot do it, such as a timeout over hccl.
+        TypeError: ``timeout`` is no ``timedelta``.
     """
+    if timeout is None:
+        timeout = timeout_from_environment()
+    elif not isinstance(timeout, timedelta):
+        raise TypeError(f"expected timeout to be a datetime.timedelta, but got {timeout!r}")
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(f"expected a timeout above 0, but got {timeout}")
     impl = registry.get_backend(backend)
     if impl.distributed.is_initialized():
         raise RuntimeError("expected init_process_group once, but got a second call; destroy_process_group comes first")
     impl.distributed.init_process_group(device=device, timeout=timeout)
     registry.make_default(impl.name)
+
+
+def timeout_from_environment() -> timedelta | None:
+    """What ``HPCOMPAT_TIMEOUT`` says, in seconds.
+
+    Raises:
+        ValueError: it is no number above 0.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if not text:
+        return None
+    try:
+        timeout = timedelta(seconds=float(text))
+    except (ValueError, OverflowError):
+        timeout = timedelta(0)
+    if timeout <= timedelta(0):
+        raise ValueError(f"expected {TIMEOUT_VARIABLE} to be a number of seconds above 0, but got {text!r}")
+    return timeout
 
 
 def destroy_process_group() -> None:
@@ -97,7 +129,8 @@ def get_world_size(group: Any = None) -> int:
 
 def barrier(group: Any = None) -> None:
     """Wait until every rank of ``group`` is here."""
-    registry.get_backend().distributed.barrier(group)
+    with naming("a barrier"):
+        registry.get_backend().distributed.barrier(group)
 
 
 def all_reduce_scalar(value: float, *, op: str = "sum", group: Any = None) -> float:
@@ -117,7 +150,9 @@ def all_reduce_scalar(value: float, *, op: str = "sum", group: Any = None) -> fl
     if op not in _OPS:
         raise ValueError(f"expected op to be one of {_OPS}, but got {op!r}")
     packed = _pack(value)
-    values = [_unpack(data) for data in registry.get_backend().distributed.gather_bytes(packed, group)]
+    with naming("an exchange of numbers (all_reduce_scalar, agree)"):
+        packages = registry.get_backend().distributed.gather_bytes(packed, group)
+    values = [_unpack(package) for package in packages]
     if op == "max":
         return max(values)
     if op == "min":

@@ -18,3 +18,19 @@ class CapabilityError(NotImplementedError):
         super().__init__(f"backend {backend!r} lacks the capability {capability!r}: {hint}")
         self.backend = backend
         self.capability = capability
+
+
+class CollectiveError(RuntimeError):
+    """A collective that could not be completed: another rank has ended, or did not come in time.
+
+    The message says which collective of which unit; ``__cause__`` is the error of the transport. The process group is
+    lost with it: there is no way on but to start the job again.
+
+    ``collective`` is ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"`` or the name of the call; ``unit`` is the
+    qualified name of the unit, ``""`` for the root and ``None`` where it belongs to no unit.
+    """
+
+    def __init__(self, message: str, *, collective: str = "", unit: str | None = None) -> None:
+        super().__init__(message)
+        self.collective = collective
+        self.unit = unit

@@ -129,24 +129,24 @@ def talking_through(comm: Any) -> Iterator[None]:
     world: Any = communicator.world()
     exchange: Any = communicator._Exchange
     before, world._comm = world._comm, comm
-    wait_with_patience, exchange.wait_with_patience = exchange.wait_with_patience, _wait(exchange.wait_with_patience)
+    wait, exchange.wait = exchange.wait, _wait(exchange.wait)
     try:
         yield
     finally:
-        world._comm, exchange.wait_with_patience = before, wait_with_patience
+        world._comm, exchange.wait = before, wait
 
 
 def _wait(function: Callable[[Any], None]) -> Callable[[Any], None]:
     """`function`, which polls a request, on the clock as one call: between two looks it does nothing else."""
 
-    def wait_with_patience(exchange: Any) -> None:
+    def wait(exchange: Any) -> None:
         request = exchange.request
         if isinstance(request, ClockedRequest):
             request.wait_by(function, exchange)
         else:
             function(exchange)
 
-    return wait_with_patience
+    return wait
 
 
 def world_comm() -> Any:

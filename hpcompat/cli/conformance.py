@@ -10,7 +10,7 @@ from hpcompat.cli.errors import CommandError
 
 SUITE = "hpcompat_conformance"
 # The packages of the extra `conformance`.
-EXTRA_MODULES = frozenset({SUITE, "pytest", "rich", "numpy"})
+EXTRA_MODULES = frozenset({SUITE, "pytest", "rich", "numpy", "packaging", "jinja2", "junitparser"})
 
 
 class SuiteCommand(Protocol):

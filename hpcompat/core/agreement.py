@@ -1,17 +1,26 @@
 """Ranks that reduce different gradients: found before anything of it is added up (public report A57).
 
-Off unless ``HPCOMPAT_DEBUG=1`` is in the environment: see ``docs/gradients.md``.
-
 [Note: departures]
 Every rank has to reduce the same gradients of a unit. Ranks that do not would add up gradients of different parameters
 where the lengths happen to agree, and end in an abort or a hang where they do not. No rank sees that alone, and asking
 before every reduction would cost a collective each. But a rank knows when it departs from what it did before: when
 other parameters of a param group are without a gradient than at its last reduction (at first: none). Such a rank leaves
 a note for the others, outside of the collectives, and waits for theirs. They either depart too, or are in that
-reduction already; whoever waits in a reduction for ``PATIENCE_SECONDS`` leaves a note as well. Ranks whose notes agree
+reduction already; whoever waits in a collective for ``PATIENCE_SECONDS`` leaves a note as well. Ranks whose notes agree
 go on. Else those that depart first take part in what the others have begun, with zeros, so that nobody is left waiting;
 then all of them raise. As long as nothing changes, nothing is sent. Every rank reads the notes of all others, so groups
 of more than ``MAX_RANKS`` are left alone.
+
+[Note: no answer]
+A rank that is late, or has failed and does not catch up, leaves no note. So nobody waits for longer than
+``ANSWER_SECONDS``: then the reduction begins as if the others had agreed, and the notes that have come meanwhile are
+looked at when it ends. Where that has happened ``MAX_UNANSWERED`` times, the group is left alone from then on.
+
+[Note: places]
+Notes belong together if they are about one place in the order of collectives: so many collectives of one comm context
+after its first. A rank that failed and repeats its step comes to a place again, and is not counted twice there. While
+debugging, when ranks may differ in the unit, a number tells apart the steps between two collectives; else the unit
+does, and ranks that failed in different moments still find each other.
 
 [Note: debugging]
 With ``HPCOMPAT_DEBUG=1`` in the environment every gather and every reduction counts as a departure, in groups of any
@@ -31,15 +40,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from hpcompat.backend import Backend
+    from hpcompat.core.comm_ctx import CommContext
     from hpcompat.core.param_group import ParamGroup
 
 is_debugging = os.environ.get("HPCOMPAT_DEBUG") == "1"
-# Departures without debugging. After an exception in a step with departures ranks may wait for one another, so this is
-# not the default.
-watches_departures = False
 MAX_RANKS = 32
 PATIENCE_SECONDS = 2.0
-# As long as a collective waits by default: the others may be that far behind.
+# [Note: no answer] More than it takes a rank that waits to lose patience.
+ANSWER_SECONDS = 10.0
+MAX_UNANSWERED = 2
+# While debugging. As long as a collective waits by default: the others may be that far behind.
 DEADLINE_SECONDS = 1800.0
 _SLEEP_SECONDS = (0.0005, 0.05)
 
@@ -47,8 +57,9 @@ _SLEEP_SECONDS = (0.0005, 0.05)
 class Notes(Protocol):
     """What some ranks leave for one another, outside of their collectives."""
 
-    # Counted by the scheduler, from 0.
-    num_steps: int
+    # Kept by the scheduler, from 0: comm contexts that use these notes, and [Note: no answer].
+    num_contexts: int
+    num_unanswered: int
 
     @property
     def rank(self) -> int:
@@ -82,24 +93,33 @@ class Step(NamedTuple):
         return f"{self.verb} {self.unit or 'the root'!r}{lacks}"
 
 
+class Place(NamedTuple):
+    """[Note: places]"""
+
+    context: int
+    num_issued: int
+    # Of the group whose step it is; while debugging, the step's number since the last collective.
+    step: str
+
+    def __str__(self) -> str:
+        return f"{self.context}/{self.num_issued}/{self.step}"
+
+
 class Pledge:
     """One step of this rank and the place where notes about it are found."""
 
-    __slots__ = ("_is_left", "_is_settled", "_key", "_notes", "step")
+    __slots__ = ("_is_left", "_is_settled", "_notes", "place", "step")
 
-    def __init__(self, step: Step, notes: Notes) -> None:
-        self.step = step
+    def __init__(self, step: Step, notes: Notes, place: Place) -> None:
+        self.step, self.place = step, place
         self._notes = notes
-        # All ranks take the steps that they take together in one order.
-        notes.num_steps += 1
-        self._key = str(notes.num_steps)
         self._is_left = self._is_settled = False
         _recent.append(self)
 
     def leave(self, *, is_issued: bool) -> None:
         """Say what this rank does. ``is_issued``: it has begun, and waits in the collective."""
         self._is_left = True
-        self._notes.leave(self._key, json.dumps([*self.step, is_issued]))
+        self._notes.leave(str(self.place), json.dumps([*self.step, is_issued]))
 
     def leave_if_pending(self) -> None:
         """Say that this rank has begun, unless it is through or has said what it does."""
@@ -110,27 +130,44 @@ class Pledge:
         """After the collective: raise if this rank had to leave a note, and another's is different."""
         self._is_settled = True
         if self._is_left:
-            notes = {rank: self._notes.find(self._key, rank) for rank in self._notes.others}
+            notes = {rank: self._notes.find(str(self.place), rank) for rank in self._notes.others}
             found = {rank: _read(note) for rank, note in notes.items() if note is not None}
             check(self.step, {**found, self._notes.rank: (self.step, True)})
 
-    def wait_for_others(self) -> dict[int, tuple[Step, bool]]:
-        """The steps of all ranks, and whether they have begun."""
-        until = time.monotonic() + DEADLINE_SECONDS
-        found = {rank: self._wait_for(rank, until) for rank in self._notes.others}
+    def forget(self, ctx: CommContext) -> None:
+        """If the step is one of ``ctx``: it is not under way any more."""
+        if ctx.numbers.get(self._notes) == self.place.context:
+            self._is_settled = True
+
+    def answers(self) -> dict[int, tuple[Step, bool]]:
+        """The steps of all ranks, and whether they have begun; without those that do not answer in time.
+
+        Raises:
+            RuntimeError: one does not, while debugging.
+        """
+        seconds = DEADLINE_SECONDS if is_debugging else ANSWER_SECONDS
+        until = time.monotonic() + seconds
+        answers = {rank: self._wait_for(rank, until) for rank in self._notes.others}
+        missing = [rank for rank, answer in answers.items() if answer is None]
+        if missing and is_debugging:
+            raise RuntimeError(
+                f"expected {_ranks(missing)} {self.step} as well, but got no answer for {seconds:g} s: it has ended, "
+                "is in another collective, or is that far behind"
+            )
+        if missing:
+            self._notes.num_unanswered += 1
+            self.leave(is_issued=True)
+        found = {rank: answer for rank, answer in answers.items() if answer is not None}
         return {**found, self._notes.rank: (self.step, False)}
 
-    def _wait_for(self, rank: int, until: float) -> tuple[Step, bool]:
+    def _wait_for(self, rank: int, until: float) -> tuple[Step, bool] | None:
         pause, longest = _SLEEP_SECONDS
         while True:
-            note = self._notes.find(self._key, rank)
+            note = self._notes.find(str(self.place), rank)
             if note is not None:
                 return _read(note)
             if time.monotonic() > until:
-                raise RuntimeError(
-                    f"expected rank {rank} to {self.step} as well, but got no answer for {DEADLINE_SECONDS:g} s: it "
-                    "has ended, is in another collective, or is that far behind"
-                )
+                return None
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
@@ -176,7 +213,7 @@ class Agreement:
         pledge = self._pledge(Step("gather", self._group.fqn), with_replicas=False)
         if pledge is not None:
             pledge.leave(is_issued=False)
-            check(pledge.step, pledge.wait_for_others())
+            check(pledge.step, pledge.answers())
 
     def before_reduction(self, missing: tuple[str, ...]) -> Pledge | None:
         """``missing`` are the trainable parameters that the reduction leaves out; it may have nothing left.
@@ -191,7 +228,7 @@ class Agreement:
             # Others may wait in an earlier reduction for this rank to finish its part of it.
             group.comm_ctx.finish()
             pledge.leave(is_issued=False)
-            found = pledge.wait_for_others()
+            found = pledge.answers()
             try:
                 check(pledge.step, found)
             except RuntimeError:
@@ -201,14 +238,26 @@ class Agreement:
         return pledge
 
     def _pledge(self, step: Step, *, with_replicas: bool) -> Pledge | None:
-        if not (watches_departures or is_debugging) or not self._group.comm_ctx.takes_part:
+        ctx = self._group.comm_ctx
+        if not ctx.takes_part:
             return None
         if with_replicas not in self._notes:
             self._notes[with_replicas] = self._backend.notes(self._group.mesh_info, with_replicas=with_replicas)
         notes = self._notes[with_replicas]
-        if notes is None or (len(notes.others) >= MAX_RANKS and not is_debugging):
+        if notes is None:
             return None
-        return Pledge(step, notes)
+        if not is_debugging and (len(notes.others) >= MAX_RANKS or notes.num_unanswered >= MAX_UNANSWERED):
+            return None
+        return Pledge(step, notes, self._place(ctx, notes))
+
+    def _place(self, ctx: CommContext, notes: Notes) -> Place:
+        """[Note: places]"""
+        if notes not in ctx.numbers:
+            ctx.numbers[notes] = notes.num_contexts
+            notes.num_contexts += 1
+        ctx.num_pledges += 1
+        step = str(ctx.num_pledges) if is_debugging else f"{self._group.fqn}.{self._group.index}"
+        return Place(ctx.numbers[notes], ctx.num_issued, step)
 
     def _join(self, found: dict[int, tuple[Step, bool]]) -> None:
         """Take part with zeros in the reduction that other ranks have begun, if it is one of this group's."""
@@ -227,9 +276,6 @@ _watchman: list[threading.Thread] = []
 
 def wait(work: Any) -> None:
     """``work.wait()``, which no thread can interrupt; meanwhile another one leaves the notes."""
-    if not (watches_departures or is_debugging):
-        work.wait()
-        return
     if not _watchman:
         _watchman.append(threading.Thread(target=_watch, name="hpcompat-agreement", daemon=True))
         _watchman[0].start()
@@ -247,6 +293,12 @@ def lose_patience() -> None:
     """
     for pledge in tuple(_recent):
         pledge.leave_if_pending()
+
+
+def forget(ctx: CommContext) -> None:
+    """After a reset: leave no more notes about what this rank had begun."""
+    for pledge in tuple(_recent):
+        pledge.forget(ctx)
 
 
 def _watch() -> None:

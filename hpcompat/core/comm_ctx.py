@@ -31,11 +31,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hpcompat.core import events
+from hpcompat.core import agreement, events
 from hpcompat.core.states import TrainingState
 
 if TYPE_CHECKING:
     from hpcompat.backend import Gather, Reduction, Stream, Streams
+    from hpcompat.core.agreement import Notes
     from hpcompat.core.param_group import ParamGroup
 
 
@@ -78,6 +79,12 @@ class CommContext:
         # [Note: catching up] How many collectives were issued, and the most that this rank has taken part in.
         self._num_issued = 0
         self._num_taken_part = 0
+        # For hpcompat.core.agreement: its number among those of a group of ranks, and the pledges since the last
+        # collective.
+        self.numbers: dict[Notes, int] = {}
+        self.num_pledges = 0
+        # For [Note: last words].
+        self.last_begun: tuple[str, ParamGroup] | None = None
         self._is_initialized = False
         self._held_gather: tuple[Gather, Any] | None = None
         self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
@@ -109,10 +116,13 @@ class CommContext:
         """Whether the next collective is a real one. [Note: catching up]"""
         return self._num_issued == self._num_taken_part
 
-    def count_issued(self) -> None:
+    def count_issued(self, group: ParamGroup, collective: str) -> None:
+        if collective:
+            self.last_begun = (collective, group)
         if self._num_issued == self._num_taken_part:
             self._num_taken_part += 1
         self._num_issued += 1
+        self.num_pledges = 0
 
     @contextmanager
     def catching_up(self, start: int) -> Iterator[None]:
@@ -122,7 +132,7 @@ class CommContext:
                 f"expected where a step of this model began, between 0 and {self._num_taken_part}, but got {start!r}; "
                 "pass what begin_step returned"
             )
-        self._num_issued = start
+        self._num_issued, self.num_pledges = start, 0
         try:
             yield
             if self._num_issued < self._num_taken_part:
@@ -184,6 +194,10 @@ class CommContext:
             self._retire(*self._reductions.popleft())
         self._wait_for_post_reduce_events()
 
+    def pending(self) -> list[tuple[str, ParamGroup]]:
+        """The reductions in flight."""
+        return [(group.reduction_name, group) for group, _ in self._reductions if group.reduction_name]
+
     def end_backward(self, *, is_last: bool) -> None:
         # Without streams the hand-over is work of this thread: left undone, .grad would be missing.
         if is_last or not self.has_streams:
@@ -200,6 +214,7 @@ class CommContext:
             reduction.abandon()
             if events.observers:
                 events.observe("reduce_abandoned", group, reduction=reduction)
+        agreement.forget(self)
         self._wait_for_post_reduce_events()
         if self.has_streams:
             # What was launched just before the exception may be on no list yet.

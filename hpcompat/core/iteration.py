@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hpcompat.core import events
+from hpcompat.core import events, failure
 from hpcompat.core.states import TrainingState
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def init_root(root: Unit, *, unit_of: Callable[[Any], Unit | None]) -> None:
     for unit in units:
         unit.is_root = unit is root
     _share(root, units)
+    failure.watch(root)
     if root.auto_reshard_after_forward:
         # The root's parameters are the first that backward needs.
         for group in root.groups:

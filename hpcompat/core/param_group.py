@@ -74,7 +74,7 @@ class ParamGroup:
         self._reduce_op_type = "avg"
         self._force_sum = False
 
-        self._backend = backend
+        self.backend = backend
         self._agreement = Agreement(self, backend)
         self._num_modules = num_modules
         self._plans: dict[bool, DividePlan] = {}
@@ -101,6 +101,17 @@ class ParamGroup:
     @property
     def forces_sum(self) -> bool:
         return self._force_sum
+
+    @property
+    def reduction_name(self) -> str:
+        """Of the collective that ends a reduction; empty where nothing travels."""
+        if self.all_reduce_grads and self._all_reduce_group() is not None:
+            return "all-reduce"
+        return "reduce-scatter" if self.shard_world_size > 1 else ""
+
+    def pending(self) -> tuple[str, ParamGroup] | None:
+        """The gather in flight."""
+        return None if self._gather is None else ("all-gather", self)
 
     def set_division(
         self, *, factor: float | None = None, op_type: str | None = None, force_sum: bool | None = None
@@ -150,9 +161,10 @@ class ParamGroup:
                 self.all_gather_comm,
                 issue_async,
                 ctx.takes_part,
+                self,
             )
         )
-        ctx.count_issued()
+        ctx.count_issued(self, "all-gather" if world_size > 1 else "")
         if events.observers:
             events.observe("gather_issued", self)
 
@@ -301,9 +313,10 @@ class ParamGroup:
                 all_reduce_stream,
                 ctx.takes_part,
                 pledge,
+                self,
             ),
         )
-        ctx.count_issued()
+        ctx.count_issued(self, self.reduction_name)
         return reduction
 
     def _scatter_group(self) -> Any:
@@ -338,9 +351,9 @@ class ParamGroup:
 
     def _supported_reductions(self) -> Any:
         groups = [group for group in (self._scatter_group(), self._all_reduce_group()) if group is not None]
-        supported = self._backend.supported_reductions(groups[0])
+        supported = self.backend.supported_reductions(groups[0])
         for group in groups[1:]:
-            supported &= self._backend.supported_reductions(group)
+            supported &= self.backend.supported_reductions(group)
         return supported
 
     def finalize_backward(self) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,11 +20,6 @@ from hpcompat_conformance import numpy_reference as ref
 from training import Net, assert_equal, batch, gradients, initialize, train, wrap, zero_grad
 
 pytestmark = pytest.mark.usefixtures("reference")
-
-
-@pytest.fixture(autouse=True)
-def watching(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "watches_departures", True)
 
 
 SHAPES = [(2,), (4,), (2, 2), (2, 1), (4, 1)]
@@ -169,18 +167,16 @@ def test_large_groups_are_left_alone_unless_debugging(monkeypatch: pytest.Monkey
 
 
 def test_a_change_on_all_ranks_is_asked_about_once() -> None:
+    """A step is a gather and a reduction; what is left out changes before the first, the third and the fifth."""
     world = ref.World(2)
 
-    def run(rank: ref.Rank) -> list[int]:
+    def run(rank: ref.Rank) -> None:
         model = sharded((2,))
-        counts = []
         for number, use in enumerate(("ab", "ab", "abc", "abc", "b")):
             assert step(model, rank, use, number=number) == ""
-            counts.append(model._unit().groups[0]._agreement._notes[True].num_steps)
-        return counts
 
-    assert world.run(run) == [[1, 2, 3, 4, 5]] * 2
-    assert sorted(key for _, key, rank in world.notes if rank == 0) == ["1", "3", "5"]
+    world.run(run)
+    assert sorted(key for _, key, rank in world.notes if rank == 0) == ["0/1/.0", "0/5/.0", "0/9/.0"]
 
 
 def test_a_rank_that_is_late_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,22 +200,128 @@ def test_a_rank_that_is_late_is_no_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
     for found, expected in zip(world.run(run), clean_gradients((2,)), strict=True):
         assert_equal(found, expected)
-    assert {key for _, key, _ in world.notes} == {"1"}
+    assert {key for _, key, _ in world.notes} == {"0/1/.0"}
 
 
-def test_a_rank_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debugging_a_rank_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "DEADLINE_SECONDS", 0.05)
 
     def run(rank: ref.Rank) -> str:
         model = sharded((2,))
         if rank.number == 0:
+            agreement.is_debugging = True
             return step(model, rank, "ab")
-        model.use = "ab"
-        model(batch(1))  # and no backward
         return ""
 
+    monkeypatch.setattr(agreement, "is_debugging", False)
     error = ref.World(2).run(run)[0]
-    assert "expected rank 1 to reduce 'the root' without c.weight, c.bias as well, but got no answer" in error
+    assert "expected rank 1: gather 'the root' as well, but got no answer" in error
+
+
+def test_nobody_waits_for_a_rank_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank is late: the reduction begins without its answer, and after a few such the group is left alone."""
+    monkeypatch.setattr(agreement, "ANSWER_SECONDS", 0.05)
+    uses = ("ab", "abc", "ab", "abc")
+    has_begun = [threading.Event() for _ in uses]
+
+    def run(rank: ref.Rank) -> Any:
+        model = sharded((2,))
+        reduce, notes = model._unit().groups[0]._reduce, []
+
+        def reduce_first(*args: Any) -> None:
+            has_begun[len(notes)].set()
+            reduce(*args)
+
+        if rank.number == 0:
+            model._unit().groups[0]._reduce = reduce_first
+        for number, use in enumerate(uses):
+            model.use = use
+            loss = ref.total(model(batch(rank.number, step=number)))
+            if rank.number == 1:
+                has_begun[number].wait()
+            ref.backward(loss)
+            notes.append(model._unit().groups[0]._agreement._notes[True].num_unanswered)
+        return notes
+
+    # In the end rank 0 asks no more, and so does not answer either.
+    assert ref.World(2).run(run) == [[1, 2, 2, 2], [0, 0, 1, 2]]
+
+
+def test_a_difference_that_is_told_too_late_is_found_after_the_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "ANSWER_SECONDS", 0.05)
+    has_begun = threading.Event()
+
+    def run(rank: ref.Rank) -> str:
+        model = sharded((2,))
+        group = model._unit().groups[0]
+        reduce, before = group._reduce, group._agreement.before_reduction
+
+        def reduce_first(*args: Any) -> None:
+            has_begun.set()
+            reduce(*args)
+
+        def ask_late(*args: Any) -> Any:
+            has_begun.wait()
+            return before(*args)
+
+        if rank.number == 0:
+            group._reduce = reduce_first
+        else:
+            group._agreement.before_reduction = ask_late
+        return step(model, rank, "ab" if rank.number == 0 else "ac")
+
+    assert all("without c.weight" in error for error in ref.World(2).run(run))
+
+
+PLACES = ["before the reduction", "before it is issued", "after it is issued"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("units", "use", "unit"), [("ab", "ab", "a"), ("ab", "ab", "b"), ("c", "ac", "c"), ("c", "ac", "")]
+)
+@pytest.mark.parametrize("is_debugging", [False, True])
+def test_a_rank_that_fails_and_catches_up_answers(
+    monkeypatch: pytest.MonkeyPatch, place: str, units: str, use: str, unit: str, is_debugging: bool
+) -> None:
+    """The failed step and those after it depart from the ones before: the root reduces nothing, or only a part."""
+    monkeypatch.setattr(agreement, "is_debugging", is_debugging)
+    monkeypatch.setattr(agreement, "ANSWER_SECONDS", 20.0)
+    monkeypatch.setattr(agreement, "DEADLINE_SECONDS", 20.0)
+
+    def run(rank: ref.Rank) -> Any:
+        model = sharded((2,), *units)
+        assert step(model, rank, "abc") == ""
+        start = model.begin_step()
+        if rank.number == 1:
+            with fault_in(model, unit, place):
+                assert step(model, rank, use) == "the fault"
+            with model.catch_up(start):
+                assert step(model, rank, use, number=3) == ""
+        else:
+            assert step(model, rank, use) == ""
+        model.reset_iter_state()
+        zero_grad(model)
+        assert [step(model, rank, use, number=9) for use in ("abc", use, "abc")] == ["", "", ""]
+        return [notes.num_unanswered for notes in rank.notes.values()]
+
+    assert ref.World(2).run(run) == [[0]] * 2
+
+
+@contextmanager
+def fault_in(model: Any, unit: str, place: str) -> Iterator[None]:
+    group = (getattr(model, unit) if unit else model)._unit().groups[0]
+    owner, name = {
+        "before the reduction": (group.tensors, "accumulate_gradients"),
+        "before it is issued": (group, "_start_reduce"),
+        "after it is issued": (group.comm_ctx, "submit"),
+    }[place]
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the fault")
+
+    with mock.patch.object(owner, name, fail):
+        yield
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -13,12 +13,14 @@ import mindspore
 from mindspore import Tensor
 
 from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
+from hpcompat.core import failure
 from hpcompat.errors import CapabilityError
 from hpcompat_mindspore.communicator import Communicator, Work
 from hpcompat_mindspore.tensors import HOST, Buffer, Memory, memory_of
 
 if TYPE_CHECKING:
-    from hpcompat.backend import ReduceRequest
+    from hpcompat.backend import GatherRequest, ReduceRequest
+    from hpcompat.core.param_group import ParamGroup
     from hpcompat_mindspore.gradients import GradientBucket
 
 
@@ -35,12 +37,22 @@ def all_reduce(buffer: Buffer, *, group: Communicator, op: ReduceOp) -> Work:
     return group.all_reduce(buffer, op)
 
 
+def explain(error: RuntimeError, *, collective: str, owner: ParamGroup | None) -> None:
+    """Raise an error that says more, unless ``error`` is of a kind that no transport raises (a custom collective's).
+
+    Raises:
+        CollectiveError: naming the collective and the unit.
+    """
+    if type(error) is RuntimeError or type(error).__module__.startswith("mpi4py."):
+        raise failure.failed(error, collective=collective, owner=owner) from error
+
+
 class GatherInFlight:
     """An all-gather and its flat output, ``[world size, elements per rank]``; ``output`` is ``None`` where nothing
     travels.
     """
 
-    __slots__ = ("_memory", "_tensor", "event", "is_async", "output", "source", "work", "world_size")
+    __slots__ = ("_memory", "_owner", "_tensor", "event", "is_async", "output", "source", "work", "world_size")
 
     def __init__(
         self,
@@ -51,6 +63,7 @@ class GatherInFlight:
         work: Any = None,
         tensor: Tensor | None = None,
         memory: Memory | None = None,
+        owner: ParamGroup | None = None,
     ) -> None:
         self.output = output
         self.source = source
@@ -58,17 +71,32 @@ class GatherInFlight:
         self.work = work
         self.event = None
         self.is_async = work is not None
+        self._owner = owner
         # The output of a custom collective, which may fill it by operations that are still queued.
         self._tensor, self._memory = tensor, memory
 
     def wait(self) -> None:
         if self.work is not None:
-            self.work.wait()
+            try:
+                self.work.wait()
+            except RuntimeError as error:
+                explain(error, collective="all-gather", owner=self._owner)
+                raise
             self.work = None
         if self._tensor is not None:
             assert self._memory is not None
             self.output = self._memory.read(self._tensor)
             self._tensor = None
+
+
+def call_gather(output: Tensor, input: Tensor, *, request: GatherRequest) -> Any:
+    """The custom all-gather; its work object, if it has one."""
+    assert request.comm is not None
+    try:
+        return request.comm(output_tensor=output, input_tensor=input, group=request.group, async_op=request.async_op)
+    except RuntimeError as error:
+        explain(error, collective="all-gather", owner=request.owner)
+        raise
 
 
 class ReductionInFlight:
@@ -86,6 +114,7 @@ class ReductionInFlight:
         self._input: Buffer | None = flat
         self._output: Buffer = flat  # unless there are other shards to scatter to
         self._work: Any = None
+        self._collective = "reduce-scatter"
         self._is_done = False
 
     # Issue
@@ -114,11 +143,15 @@ class ReductionInFlight:
             return
         output = request.comm.allocate((numel,), dtype=self._dtype, device=self._device)
         input = memory.tensor(self._input, (self._input.size,))  # type: ignore[union-attr]
-        work = request.comm(
-            output_tensor=output, input_tensor=input, group=request.scatter_group, op=request.plan.scatter_op
-        )
-        if hasattr(work, "wait"):
-            work.wait()
+        try:
+            work = request.comm(
+                output_tensor=output, input_tensor=input, group=request.scatter_group, op=request.plan.scatter_op
+            )
+            if hasattr(work, "wait"):
+                work.wait()
+        except RuntimeError as error:
+            explain(error, collective=self._collective, owner=request.owner)
+            raise
         self._output = memory.read(output)
 
     def _all_reduce(self) -> None:
@@ -128,6 +161,7 @@ class ReductionInFlight:
                 param.partial_grad = None
         request = self.request
         if request.takes_part:
+            self._collective = "all-reduce"
             self._work = all_reduce(self._output, group=request.all_reduce_group, op=request.plan.all_reduce_op)
 
     def _keep_partial(self) -> None:
@@ -186,7 +220,11 @@ class ReductionInFlight:
 
     def _wait(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                explain(error, collective=self._collective, owner=self.request.owner)
+                raise
             self._work = None
 
 

@@ -11,17 +11,19 @@ exchange and adds it up by itself, which moves as many bytes, needs no arithmeti
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
+import mindspore
 import numpy as np
 
 from hpcompat.comm import ReduceOp
 from hpcompat.core import agreement
+from hpcompat.distributed import DEFAULT_TIMEOUT, timeout_from_environment
 from hpcompat.errors import CapabilityError
 from hpcompat_mindspore.tensors import HOST, Buffer, add_arrays
 
@@ -177,7 +179,7 @@ class MPICommunicator:
             HOST.divide(out, self._size)
 
     def gather_now(self, output: Array, input: Array) -> None:
-        _Exchange(self._second.Iallgather(_bits(input), _bits(output)), (output, input)).wait_with_patience()
+        _Exchange(self._second.Iallgather(_bits(input), _bits(output)), (output, input)).wait()
 
 
 _in_flight: set[_Exchange] = set()
@@ -200,21 +202,18 @@ class _Exchange:
         _in_flight.add(self)
 
     def wait(self) -> None:
-        self._look_until_done(patience=math.inf)
-
-    def wait_with_patience(self) -> None:
-        """As ``wait``; if that takes long, with notes to the others about what this rank is waiting for."""
-        self._look_until_done(patience=agreement.PATIENCE_SECONDS)
-
-    def _look_until_done(self, *, patience: float) -> None:
+        """If that takes long, with notes to the others about what this rank is waiting for."""
         started = time.monotonic()
         while self._buffers and not self.request.Test():
             waited = time.monotonic() - started
-            if waited > patience:
+            if waited > agreement.PATIENCE_SECONDS:
                 agreement.lose_patience()
             if waited < _SPIN_SECONDS:
                 os.sched_yield()
             else:
+                if waited > _timeout_seconds:
+                    # The buffers stay: a rank that comes after all still writes into them.
+                    raise RuntimeError(f"expected all ranks within {_timeout_seconds:g} s, but got no sign of some")
                 time.sleep(_NAP_SECONDS)
         _in_flight.discard(self)
         self._buffers = ()
@@ -234,8 +233,8 @@ class _ReduceScatter:
     def wait(self) -> None:
         if self._is_done:
             return
+        self._exchange.wait()
         self._is_done = True
-        self._exchange.wait_with_patience()
         self._finish(self._received)
         del self._received
 
@@ -282,6 +281,7 @@ def _in_place() -> Any:
 # The world
 
 _world: Communicator | None = None
+_timeout_seconds = DEFAULT_TIMEOUT.total_seconds()
 _members: dict[tuple[int, ...], Communicator] = {}
 _MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 
@@ -296,6 +296,22 @@ def world() -> Communicator:
     if _world is None:
         _world = _join()
     return _world
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """How long a rank waits for the others, from now on; MPI itself waits for ever.
+
+    Raises:
+        CapabilityError: not over MPI.
+    """
+    global _timeout_seconds
+    if mindspore.get_context("device_target") != "CPU":
+        raise CapabilityError(
+            backend="mindspore",
+            capability="a timeout of collectives",
+            hint=f"hccl takes its own from HCCL_EXEC_TIMEOUT and HCCL_CONNECT_TIMEOUT, but got {timeout}; set those",
+        )
+    _timeout_seconds = timeout.total_seconds()
 
 
 def has_joined() -> bool:
@@ -339,8 +355,9 @@ def _subgroup(everyone: Any, ranks: tuple[int, ...]) -> Communicator:
 
 
 def _join() -> Communicator:
-    import mindspore
-
+    timeout = timeout_from_environment()
+    if timeout is not None:
+        set_timeout(timeout)
     if mindspore.get_context("device_target") != "CPU":
         from hpcompat_mindspore.hccl import join
 

@@ -8,7 +8,6 @@ import mindspore
 import numpy as np
 from mindspore import Tensor
 
-from hpcompat.errors import CapabilityError
 from hpcompat_mindspore import autograd, communicator, probe
 from hpcompat_mindspore.communicator import Communicator
 from hpcompat_mindspore.mesh import DeviceMesh
@@ -24,13 +23,9 @@ def init_process_group(*, device: str | None, timeout: timedelta | None) -> None
     if device is not None:
         mindspore.set_device(_target(device))  # before the probe, which computes: then it is too late
     probe.require()
-    if timeout is not None:
-        raise CapabilityError(
-            backend="mindspore",
-            capability="a timeout of collectives",
-            hint=f"neither MPI nor hccl takes one here, but got timeout={timeout}; leave it out",
-        )
     communicator.world()
+    if timeout is not None:
+        communicator.set_timeout(timeout)
     autograd.start_recording()
 
 

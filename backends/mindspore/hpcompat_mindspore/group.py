@@ -161,9 +161,11 @@ class GroupTensors:
         input = self._copy_in(source)
         output = self._memory.empty(input.size * world_size, self._gather_dtype)
         work = collectives.all_gather(output, input, group=request.group)
+        gather = GatherInFlight(output, source=source, world_size=world_size, work=work, owner=request.owner)
         if not request.async_op:
-            work.wait()
-        return GatherInFlight(output, source=source, world_size=world_size, work=work if request.async_op else None)
+            gather.wait()
+            gather.is_async = False
+        return gather
 
     def _gather_with(self, comm: Any, request: GatherRequest) -> GatherInFlight:
         """A custom all-gather: its input is this rank's slot of the output that it allocated."""
@@ -173,15 +175,15 @@ class GroupTensors:
         rank = self._rank if request.source is ShardedState.SHARDED else request.group.rank()
         slot = output[numel * rank : numel * (rank + 1)]
         input = self._copy_in(request.source, out=slot)
-        work = comm(
-            output_tensor=tensor,
-            input_tensor=self._memory.tensor(input, (numel,)),
-            group=request.group,
-            async_op=request.async_op,
-        )
-        work = work if hasattr(work, "wait") else None
+        work = collectives.call_gather(tensor, self._memory.tensor(input, (numel,)), request=request)
         return GatherInFlight(
-            output, source=request.source, world_size=request.world_size, work=work, tensor=tensor, memory=self._memory
+            output,
+            source=request.source,
+            world_size=request.world_size,
+            work=work if hasattr(work, "wait") else None,
+            tensor=tensor,
+            memory=self._memory,
+            owner=request.owner,
         )
 
     def _copy_in(self, source: ShardedState, *, out: Buffer | None = None) -> Buffer:

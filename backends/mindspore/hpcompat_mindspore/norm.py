@@ -25,6 +25,7 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, ops
 
+from hpcompat.core.failure import naming
 from hpcompat.mesh import DDPMeshInfo, FSDPMeshInfo
 from hpcompat_mindspore.arithmetic import Ops, Value, arithmetic, is_host
 from hpcompat_mindspore.autograd import set_gradient
@@ -146,7 +147,8 @@ def _everyone(numbers: list[float], group: Any) -> list[list[float]]:
     dtype = mindspore.float64 if is_host() else mindspore.float32
     mine = memory.read(Tensor(np.array(numbers, np.float64 if is_host() else np.float32)))
     everyone = memory.empty(group.size() * len(numbers), dtype)
-    group.all_gather(everyone, mine).wait()
+    with naming("an exchange of norms"):
+        group.all_gather(everyone, mine).wait()
     flat = memory.tensor(everyone, (group.size(), len(numbers))).asnumpy()
     return [[float(number) for number in row] for row in flat]
 

@@ -19,7 +19,7 @@ class MPINotes:
     """Implements :class:`hpcompat.core.agreement.Notes`."""
 
     def __init__(self, comm: Any, ranks: Ranks) -> None:
-        self.num_steps = 0
+        self.num_contexts = self.num_unanswered = 0
         self.rank = int(comm.rank)
         self.others: Sequence[int] = [rank for rank in ranks if rank != self.rank]
         self._comm, self._ranks = comm, ranks
@@ -28,8 +28,8 @@ class MPINotes:
     def leave(self, key: str, note: str) -> None:
         self._sent = [request for request in self._sent if not request.Test()]
         self._sent += [self._comm.isend((self._ranks, key, note), dest=rank, tag=_TAG) for rank in self.others]
-        first = self.num_steps - _NUM_KEPT
-        for old in [entry for entry in _inbox if entry[0] == self._ranks and int(entry[1]) < first]:
+        num_old = len(_inbox) - _NUM_KEPT * int(self._comm.size)
+        for old in tuple(_inbox)[: max(0, num_old)]:
             del _inbox[old]
 
     def find(self, key: str, rank: int) -> str | None:

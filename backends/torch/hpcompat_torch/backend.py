@@ -111,7 +111,10 @@ class TorchBackend:
 
     def separate_group(self, group: Any) -> Any:
         ranks = dist.get_process_group_ranks(group)
-        return dist.new_group(ranks, use_local_synchronization=True, group_desc="hpcompat_reduce_scatter")
+        timeout = distributed.timeout_of_groups()
+        return dist.new_group(
+            ranks, timeout=timeout, use_local_synchronization=True, group_desc="hpcompat_reduce_scatter"
+        )
 
     def notes(self, mesh_info: DataParallelMeshInfo, *, with_replicas: bool) -> Notes | None:
         return notes.notes_of(mesh.ranks_of(mesh_info, with_replicas=with_replicas))

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
-from hpcompat.core import agreement
+from hpcompat.core import agreement, failure
 from hpcompat.core.comm_ctx import NULL_STREAM
 from hpcompat.errors import CapabilityError
 from hpcompat_torch.streams import current_stream, on_stream
 
 if TYPE_CHECKING:
-    from hpcompat.backend import ReduceRequest
+    from hpcompat.backend import GatherRequest, ReduceRequest
+    from hpcompat.core.param_group import ParamGroup
     from hpcompat_torch.param import ShardedParam
 
 # Per process-group backend; a backend that is not listed is trusted with sums only.
@@ -51,15 +52,32 @@ def reduce_scatter(output: torch.Tensor, input: torch.Tensor, *, group: Any, op:
     return getattr(dist, _REDUCE_SCATTER)(output=output, input=input, group=group, op=op, async_op=async_op)
 
 
+def explain(error: RuntimeError, *, collective: str, owner: ParamGroup | None) -> None:
+    """Raise an error that says more, unless ``error`` is of a kind that no transport raises (a custom collective's).
+
+    Raises:
+        CollectiveError: naming the collective and the unit.
+    """
+    if type(error) is RuntimeError or isinstance(error, dist.DistError):
+        raise failure.failed(error, collective=collective, owner=owner) from error
+
+
 class GatherInFlight:
     """An all-gather and its flat output, ``[world size, elements per rank]``; ``output`` is ``None`` where nothing
     travels.
     """
 
-    __slots__ = ("event", "is_async", "output", "source", "work", "world_size")
+    __slots__ = ("_owner", "event", "is_async", "output", "source", "work", "world_size")
 
     def __init__(
-        self, output: torch.Tensor | None, *, source: Any, world_size: int, work: Any = None, event: Any = None
+        self,
+        output: torch.Tensor | None,
+        *,
+        source: Any,
+        world_size: int,
+        work: Any = None,
+        event: Any = None,
+        owner: ParamGroup | None = None,
     ) -> None:
         self.output = output
         self.source = source
@@ -67,13 +85,30 @@ class GatherInFlight:
         self.work = work
         self.event = event
         self.is_async = work is not None
+        self._owner = owner
 
     def wait(self) -> None:
         if self.event is not None and self.output is not None:
             current_stream(self.output.device).wait_event(self.event)
         if self.work is not None:
-            self.work.wait()
+            try:
+                agreement.wait(self.work)
+            except RuntimeError as error:
+                explain(error, collective="all-gather", owner=self._owner)
+                raise
             self.work = None
+
+
+def begin_gather(output: torch.Tensor, input: torch.Tensor, *, request: GatherRequest) -> Any:
+    """The default all-gather or the custom one; its work object, if it has one."""
+    group, async_op = request.group, request.async_op
+    try:
+        if request.comm is None:
+            return all_gather(output, input, group=group, async_op=async_op)
+        return request.comm(output_tensor=output, input_tensor=input, group=group, async_op=async_op)
+    except RuntimeError as error:
+        explain(error, collective="all-gather", owner=request.owner)
+        raise
 
 
 class ReductionInFlight:
@@ -94,6 +129,7 @@ class ReductionInFlight:
         self.input = input
         self.output = output
         self.work: Any = None
+        self._collective = "reduce-scatter"
         self.input_event: Any = None
         self.post_stream: Any = request.reduce_stream
         self.post_event: Any = None
@@ -121,10 +157,14 @@ class ReductionInFlight:
         if not request.takes_part:
             self.output.zero_()
             return None
-        op = reduce_op(plan.scatter_op, plan.premul)
-        if request.comm is None:
-            return reduce_scatter(self.output, self.input, group=request.scatter_group, op=op, async_op=async_op)  # type: ignore[arg-type]
-        return request.comm(output_tensor=self.output, input_tensor=self.input, group=request.scatter_group, op=op)
+        op, group = reduce_op(plan.scatter_op, plan.premul), request.scatter_group
+        try:
+            if request.comm is None:
+                return reduce_scatter(self.output, self.input, group=group, op=op, async_op=async_op)  # type: ignore[arg-type]
+            return request.comm(output_tensor=self.output, input_tensor=self.input, group=group, op=op)
+        except RuntimeError as error:
+            explain(error, collective=self._collective, owner=request.owner)
+            raise
 
     def _all_reduce(self, *, async_op: bool) -> None:
         request = self.request
@@ -142,7 +182,12 @@ class ReductionInFlight:
         with on_stream(self.post_stream, self.output.device):
             op = reduce_op(request.plan.all_reduce_op)
             if request.takes_part:
-                self.work = dist.all_reduce(self.output, group=request.all_reduce_group, op=op, async_op=async_op)
+                self._collective = "all-reduce"
+                try:
+                    self.work = dist.all_reduce(self.output, group=request.all_reduce_group, op=op, async_op=async_op)
+                except RuntimeError as error:
+                    explain(error, collective=self._collective, owner=request.owner)
+                    raise
 
     def _keep_partial(self) -> None:
         """HSDP without all-reduce: the sum over the shard group waits for a later backward, in the reduce dtype."""
@@ -210,7 +255,11 @@ class ReductionInFlight:
 
     def _wait_for_work(self) -> None:
         if self.work is not None:
-            agreement.wait(self.work)
+            try:
+                agreement.wait(self.work)
+            except RuntimeError as error:
+                explain(error, collective=self._collective, owner=self.request.owner)
+                raise
             self.work = None
 
 

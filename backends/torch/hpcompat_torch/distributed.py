@@ -17,8 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh as make_mesh
 
 from hpcompat_torch import collectives
 
+# Of all groups; torch gives it to the first one only.
+_timeout: timedelta | None = None
+
 
 def init_process_group(*, device: str | None, timeout: timedelta | None) -> None:
+    global _timeout
     chosen = _choose_device(device)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen.index)
@@ -27,6 +31,7 @@ def init_process_group(*, device: str | None, timeout: timedelta | None) -> None
         # No launcher: a job of one, which needs no address to meet at.
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(dist.get_default_backend_for_device(chosen.type), **options)
+    _timeout = timeout
 
 
 def _choose_device(wanted: str | None) -> torch.device:
@@ -46,7 +51,23 @@ def _choose_device(wanted: str | None) -> torch.device:
     return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def timeout_of_groups() -> timedelta | None:
+    """What :func:`init_process_group` was given."""
+    return _timeout
+
+
+def with_timeout(mesh: DeviceMesh) -> DeviceMesh:
+    """``mesh``, whose groups wait as long as the first one does."""
+    for group in mesh.get_all_groups() if _timeout is not None else ():
+        # hccl has a timeout of its own.
+        if dist.get_backend(group) in ("gloo", "nccl"):
+            dist.distributed_c10d._set_pg_timeout(_timeout, group)
+    return mesh
+
+
 def destroy_process_group() -> None:
+    global _timeout
+    _timeout = None
     dist.destroy_process_group()
     _let_gloo_threads_rest()
 
@@ -118,4 +139,4 @@ def gather_bytes(data: bytes, group: Any) -> list[bytes]:
 def init_device_mesh(
     kind: str | None, mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...] | None
 ) -> DeviceMesh:
-    return make_mesh(kind or device_type(), mesh_shape, mesh_dim_names=mesh_dim_names)
+    return with_timeout(make_mesh(kind or device_type(), mesh_shape, mesh_dim_names=mesh_dim_names))

@@ -24,7 +24,7 @@ from hpcompat.core.layout import ShardLayout, align_up, contiguous_strides, offs
 from hpcompat.core.states import ShardedState
 from hpcompat_torch import gradients
 from hpcompat_torch import tensors as t
-from hpcompat_torch.collectives import GatherInFlight, ReductionInFlight, all_gather
+from hpcompat_torch.collectives import GatherInFlight, ReductionInFlight, begin_gather
 from hpcompat_torch.mesh import spec_with_dtype
 from hpcompat_torch.param import REPLACED, ShardedParam, make_dtensor
 from hpcompat_torch.streams import has_streams, on_stream
@@ -243,15 +243,11 @@ class GroupTensors:
             work = None
             if not request.takes_part:
                 output.zero_()
-            elif request.comm is None:
-                work = all_gather(output, input, group=request.group, async_op=request.async_op)
             else:
-                work = request.comm(
-                    output_tensor=output, input_tensor=input, group=request.group, async_op=request.async_op
-                )
+                work = begin_gather(output, input, request=request)
             event = request.gather_stream.record_event()
         work = work if hasattr(work, "wait") else None
-        return GatherInFlight(output, source=source, world_size=world_size, work=work, event=event)
+        return GatherInFlight(output, source=source, world_size=world_size, work=work, event=event, owner=request.owner)
 
     def _copy_in(self, request: GatherRequest) -> tuple[torch.Tensor, torch.Tensor]:
         """The gather's output and input. Without a cast the flat shard is the input; else it is copied to this rank's

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from hpcompat.errors import CapabilityError
 from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from hpcompat_torch.distributed import device_type
+from hpcompat_torch.distributed import device_type, with_timeout
 
 
 def default_mesh(names: tuple[str, ...] | None) -> DeviceMesh:
@@ -34,7 +34,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 def flatten(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim == 1:
         return mesh
-    return mesh._flatten("_".join(mesh.mesh_dim_names or ()))
+    return with_timeout(mesh._flatten("_".join(mesh.mesh_dim_names or ())))
 
 
 def submesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
@@ -44,7 +44,7 @@ def submesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
 
 
 def _pick(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+    return mesh[names[0]] if len(names) == 1 else with_timeout(mesh[names]._flatten("_".join(names)))
 
 
 def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -59,7 +59,7 @@ def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 def post_forward_mesh(mesh_info: FSDPMeshInfo, size: int) -> DeviceMesh:
     """Groups of ``size`` consecutive ranks of the shard axis; under HSDP both axes are cut alike."""
-    return DeviceMesh(mesh_info.mesh.device_type, mesh_info.mesh.mesh.view(-1, size))
+    return with_timeout(DeviceMesh(mesh_info.mesh.device_type, mesh_info.mesh.mesh.view(-1, size)))
 
 
 def ranks_of(mesh_info: DataParallelMeshInfo, *, with_replicas: bool) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpcompat.core.failure import naming
 from hpcompat_torch.axes import NOWHERE, Atlas, Axis
 from hpcompat_torch.local import settled_gradient
 from hpcompat_torch.param import REPLACED, owner_of
@@ -153,7 +154,8 @@ def _exchange(parts: Sequence[_Part], axis: Axis, op: Any) -> None:
         kept = 1.0 if op == dist.ReduceOp.MAX else -1.0
         norms = torch.cat([norms.nan_to_num(0.0, posinf=math.inf, neginf=-math.inf), norms.isnan() * kept])
     norms = norms.to(axis.device)
-    dist.all_reduce(norms, op=op, group=axis.group)
+    with naming("an exchange of norms"):
+        dist.all_reduce(norms, op=op, group=axis.group)
     norms = norms.to(home)
     if op != dist.ReduceOp.SUM:
         numbers, is_nan = norms.chunk(2)

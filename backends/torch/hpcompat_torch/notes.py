@@ -17,7 +17,7 @@ class StoreNotes:
     """Implements :class:`hpcompat.core.agreement.Notes`."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self.num_steps = 0
+        self.num_contexts = self.num_unanswered = 0
         self.rank = dist.get_rank()
         self.others = [rank for rank in ranks if rank != self.rank]
         self._prefix = f"hpcompat/{','.join(map(str, ranks))}"

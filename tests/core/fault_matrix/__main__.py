@@ -1,4 +1,7 @@
-"""Print the matrix: ``python -m fault_matrix --backend torch --native``, with ``tests/core`` on the path."""
+"""Print the matrix: ``python -m fault_matrix --impl torch native``, with ``tests/core`` on the path.
+
+Implementations that live in different environments stand side by side with ``--json`` in each and ``--load`` in one.
+"""
 
 from __future__ import annotations
 
@@ -14,37 +17,53 @@ from rich.progress import Progress
 from fault_matrix import report, settings
 from fault_matrix.cell import WHO
 from fault_matrix.plants import PLANTS
+from fault_matrix.settings import Setting
 from fault_matrix.suite import Ranks, run
 
-# By backend: where its tests are, and its kits, ours first.
+# By name: where its tests are, and its kit. In the order in which they are shown.
 _TESTS = Path(__file__).parents[3] / "backends"
-_KITS = {"torch": ("fault_kits:Torch", "fault_kits:Native"), "mindspore": ("ms_fault_kit:MindSpore",)}
+_KITS = {
+    "torch": ("torch", "fault_kits:Torch"),
+    "native": ("torch", "fault_kits:Native"),
+    "mindspore": ("mindspore", "ms_fault_kit:MindSpore"),
+}
 
 
 def main() -> int:
     args = _arguments()
-    sys.path.append(str(_TESTS / args.backend / "tests"))
-    console = Console(width=args.width)
     chosen = [setting for setting in settings.SETTINGS if all(word in setting.id for word in args.setting)]
-    kits = _KITS[args.backend][: 2 if args.native else 1]
+    results = report.load(args.load)
+    for name in _KITS:
+        if name in args.impl and not args.load:
+            results |= _run(args, name, chosen)
+    kits = [kit for _, kit in _KITS.values() if any(found == kit for found, _, _ in results)]
+    if args.json:
+        report.save(args.json, results)
+    report.show(Console(width=args.width), results, kits=kits, settings=chosen, who=args.who)
+    return sum(report.num_wrong(results, kit=kit) for kit in kits if not report.is_native(kit)) > 0
+
+
+def _run(args: argparse.Namespace, name: str, chosen: list[Setting]) -> report.Results:
+    backend, kit = _KITS[name]
+    sys.path.append(str(_TESTS / backend / "tests"))
+    jobs = [(setting, who) for setting in chosen for who in args.who]
     results: report.Results = {}
-    with _pools(args.backend) as ranks, Progress(console=Console(stderr=True), transient=True) as progress:
-        for kit in progress.track(kits, description="implementations"):
-            for setting in progress.track(chosen, description=kit):
-                for who in args.who:
-                    cells = report.cells_for(kit, setting, who=who)
-                    found = run(
-                        ranks, kit=kit, setting=setting.id, cells=cells, optimizer=args.optimizer, plant=args.plant
-                    )
-                    results |= {(kit, setting.id, cell): verdicts for cell, verdicts in found.items()}
-    report.show(console, results, kits=kits, settings=chosen, who=args.who)
-    return report.num_wrong(results, kit=kits[0]) > 0
+    with _pools(backend) as ranks, Progress(console=Console(stderr=True), transient=True) as progress:
+        for setting, who in progress.track(jobs, description=name):
+            cells = report.cells_for(kit, setting, who=who)
+            if cells:
+                found = run(ranks, kit=kit, setting=setting.id, cells=cells, optimizer=args.optimizer, plant=args.plant)
+                results |= {(kit, setting.id, cell): verdicts for cell, verdicts in found.items()}
+    return results
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m fault_matrix", description=__doc__)
-    parser.add_argument("--backend", choices=sorted(_KITS), default="torch")
-    parser.add_argument("--native", action="store_true", help="the framework's own FSDP2 beside ours (torch)")
+    parser.add_argument(
+        "--impl", choices=list(_KITS), nargs="+", default=["torch"], help="side by side; native is torch's own FSDP2"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="save what was found")
+    parser.add_argument("--load", type=Path, nargs="+", default=[], metavar="FILE", help="show it without a run")
     parser.add_argument("--who", choices=WHO, nargs="+", default=list(WHO), help="which ranks fail")
     parser.add_argument("--setting", nargs="+", default=[], metavar="WORD", help="only settings with these words")
     parser.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw")

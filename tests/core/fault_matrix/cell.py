@@ -7,11 +7,13 @@ import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
+from unittest import mock
 
 from fault_matrix import plants, points, settings
 from fault_matrix.kit import UNITS, Kit, Site, Trap
 from fault_matrix.settings import Setting
 from fault_matrix.training import NotReached, Script, Step
+from hpcompat.core import agreement
 
 # How many steps follow each failure. The first failure comes before anything else has run.
 STEPS_AFTER = (1, 3)
@@ -47,7 +49,7 @@ def cells_of(setting: Setting, *, who: str) -> list[Cell]:
 def run_cells(*, kit: str, setting: str, cells: list[Cell], optimizer: str, plant: str | None = None) -> list[str]:
     """A job for a pool, on every rank: for each cell what is wrong, or nothing."""
     found, chosen, meshes = kit_of(kit), settings.BY_ID[setting], Meshes()
-    with plants.planted(plant):
+    with plants.planted(plant), mock.patch.object(agreement, "is_debugging", chosen.debugs):
         return [_verdict(found, chosen, cell, optimizer=optimizer, meshes=meshes) for cell in cells]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -22,15 +24,31 @@ _TITLES = {
     "one": "An exception on one rank, which catches up; then all drop the step",
     "one between phases": "An exception on one rank between two phases of the step, before which the ranks agree",
 }
+_HEADS = {"fault_kits:Torch": "torch", "fault_kits:Native": "native", "ms_fault_kit:MindSpore": "mindspore"}
 _COLUMN_WIDTH = 19  # of the longest name of a setting, and the frame
 _WELL, _WRONG, _NONE = ("✓", "green"), ("✗", "red"), ("·", "dim")
 
 
 def cells_for(kit: str, setting: Setting, *, who: str) -> list[Cell]:
     """Those that the implementation has means for; in others the ranks that did not fail would wait for ever."""
-    if is_native(kit) and setting.replicates_biases:
+    if is_native(kit) and (setting.replicates_biases or setting.debugs):
         return []
     return [cell for cell in cells_of(setting, who=who) if cell.who != "one" or not is_native(kit)]
+
+
+def save(path: Path, results: Results) -> None:
+    """A list of cells, each with what every rank found wrong (``""``: nothing)."""
+    found = [
+        {"kit": kit, "setting": setting, **cell._asdict(), "wrong": verdicts}
+        for (kit, setting, cell), verdicts in results.items()
+    ]
+    path.write_text(json.dumps(found, indent=1))
+
+
+def load(paths: Sequence[Path]) -> Results:
+    """What :func:`save` wrote, of several runs."""
+    found = [cell for path in paths for cell in json.loads(path.read_text())]
+    return {(one["kit"], one["setting"], Cell(one["point"], one["unit"], one["who"])): one["wrong"] for one in found}
 
 
 def is_native(kit: str) -> bool:
@@ -58,7 +76,7 @@ def show(
     console.print(f"A mark per unit ({', '.join(UNITS)}): {legend}")
     for kit in kits:
         num_cells = sum(name == kit for name, _, _ in results)
-        console.print(f"{kit}: {num_cells - num_wrong(results, kit=kit)} of {num_cells} cells leave no trace")
+        console.print(f"{_HEADS[kit]}: {num_cells - num_wrong(results, kit=kit)} of {num_cells} cells leave no trace")
         for verdict, count in _reasons(results, kit=kit):
             console.print(f"  {count:4}  {verdict}")
 
@@ -74,7 +92,7 @@ def _table(results: Results, *, columns: Sequence[tuple[str, Setting]], who: str
     table.add_column("the exception comes", no_wrap=True)
     for kit, setting in columns:
         name = setting.id.replace(" reshard=", "\nreshard ").replace(", ", "\n")
-        table.add_column(f"{name}\n{'native' if is_native(kit) else 'hpcompat'}", justify="center")
+        table.add_column(f"{name}\n{_HEADS[kit]}", justify="center")
     for point in POINTS:
         cells = [Cell(point.id, unit, who) for unit in (("root",) if point.id in SCRIPT else UNITS)]
         rows = [[results.get((kit, setting.id, cell)) for cell in cells] for kit, setting in columns]

@@ -57,6 +57,8 @@ class Setting:
     num_buffers: int = 1
     # Whether units have a second group, of replicated parameters; hpcompat's own.
     replicates_biases: bool = False
+    # As with HPCOMPAT_DEBUG=1; hpcompat's own.
+    debugs: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -115,15 +117,15 @@ class Setting:
 
 _ONE_UNIT = ("middle",)
 
-# What the product is made of: every unit of every way to wrap.
+# What the product is made of: every way to wrap, and every unit where one is resharded after forward.
 WRAPPERS = [
     Setting((2,), reshard=True),
     Setting((2,), reshard=False),
     Setting((2, 2), reshard=True, label="HSDP"),
-    Setting((2, 2), reshard=False, label="HSDP"),
+    Setting((2, 2), reshard=False, label="HSDP", units=_ONE_UNIT),
     Setting((2,), "replicate"),
     Setting((2,), "list", reshard=True),
-    Setting((2,), "list", reshard=False),
+    Setting((2,), "list", reshard=False, units=_ONE_UNIT),
 ]
 # Gradients that wait: unsharded, in another dtype, on shards, for the replicas. And other ways through the code.
 STYLES = [
@@ -140,9 +142,21 @@ STYLES = [
     Setting((2,), style=VALUE_AND_GRAD, units=_ONE_UNIT),
     Setting((2,), style=PIPELINE, units=_ONE_UNIT),
     Setting((2,), style=LEAVING_OUT, units=_ONE_UNIT),
+    Setting((2, 2), label="HSDP, debugging", style=LEAVING_OUT, debugs=True, units=_ONE_UNIT),
     Setting((2,), label="replicate_params", replicates_biases=True, style=NO_SYNC, units=_ONE_UNIT),
 ]
-SETTINGS = [*WRAPPERS, *STYLES]
+# Microbatches in the ways to wrap that are left; nothing but the places of the script, between them among others.
+MICROBATCHES = [
+    *(
+        Setting(mesh, "list" if label == "list" else "fully_shard", style, reshard, label=label, units=())
+        for style in (NO_SYNC, SYNC)
+        for mesh, label in (((2,), ""), ((2, 2), "HSDP"), ((2,), "list"))
+        for reshard in (True, False)
+    ),
+    Setting((2,), "replicate", style=SYNC, units=()),
+]
+_DONE = {setting.id for setting in STYLES}
+SETTINGS = [*WRAPPERS, *STYLES, *(setting for setting in MICROBATCHES if setting.id not in _DONE)]
 # Those in which the trap is also laid at each of the scheduler's events, in any microbatch.
 EVENT_BY_EVENT = [
     Setting((2,)),
