@@ -12,7 +12,12 @@ from hpcompat_conformance.framework import Array
 
 
 class CheckFailed(AssertionError):
-    """The implementation did something else than the clause says."""
+    """The implementation did something else than the clause says. ``values`` are those that were compared: by
+    ``"expected"`` and ``"actual"``, where there were two."""
+
+    def __init__(self, message: str, *, values: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.values = dict(values or {})
 
 
 def check(condition: bool, message: str) -> None:
@@ -25,9 +30,11 @@ def check_equal(actual: Any, expected: Any, *, what: str) -> None:
     """``actual == expected``; long lists are shown one element a line with the first difference marked."""
     if actual == expected:
         return
+    values = {"expected": expected, "actual": actual}
     if isinstance(actual, list) and isinstance(expected, list):
-        raise CheckFailed(f"{what}: expected on the left, but got on the right\n{_side_by_side(expected, actual)}")
-    raise CheckFailed(f"{what}: expected {expected!r}, but got {actual!r}")
+        table = _side_by_side(expected, actual)
+        raise CheckFailed(f"{what}: expected on the left, but got on the right\n{table}", values=values)
+    raise CheckFailed(f"{what}: expected {expected!r}, but got {actual!r}", values=values)
 
 
 def check_array(actual: Array | None, expected: Array, *, what: str, ulps: int = 0) -> None:
@@ -44,7 +51,8 @@ def check_array(actual: Array | None, expected: Array, *, what: str, ulps: int =
     raise CheckFailed(
         f"{what}: {int((distance > ulps).sum())} of {distance.size} elements differ by more than {ulps} ULP; "
         f"worst at {tuple(map(int, worst))}: expected {expected[worst]!r}, but got {actual[worst]!r} "
-        f"({int(distance[worst])} ULP)"
+        f"({int(distance[worst])} ULP)",
+        values={"expected": expected, "actual": actual},
     )
 
 
@@ -73,7 +81,8 @@ def check_close(
             worst = np.unravel_index(int(np.nan_to_num(error, nan=np.inf).argmax()), error.shape)
             raise CheckFailed(
                 f"{what} of {name}: expected within {allowed:.3g}; worst at {tuple(map(int, worst))}: "
-                f"expected {array[worst]!r}, but got {found[worst]!r}"
+                f"expected {array[worst]!r}, but got {found[worst]!r}{_ulps_apart(array[worst], found[worst])}",
+                values={"expected": array, "actual": found},
             )
 
 
@@ -98,6 +107,12 @@ def ulp_distance(left: Array, right: Array) -> Array:
     same = (left == right) | (np.isnan(left) & np.isnan(right))
     distance = np.abs(_ordered(left) - _ordered(right))
     return np.where(same, 0, np.where(finite, distance, np.iinfo(np.int64).max))
+
+
+def _ulps_apart(left: Any, right: Any) -> str:
+    """In words, if the two have a dtype in common."""
+    same = left.dtype == right.dtype and np.issubdtype(left.dtype, np.floating)
+    return f" ({int(ulp_distance(np.array(left), np.array(right)))} ULP)" if same else ""
 
 
 def _ordered(array: Array) -> Array:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from hpcompat_conformance import context as worker_context
+from hpcompat_conformance import dump as dumping
+from hpcompat_conformance.checks import CheckFailed
 from hpcompat_conformance.impl import Implementation
 from hpcompat_conformance.reference import Reference
 from hpcompat_conformance.run_context import Context
@@ -33,8 +36,10 @@ def versions(*, load: Reference) -> Mapping[str, str]:
     return dict(_implementation(load).versions)
 
 
-def execute(*, case: Reference, requires: tuple[str, ...], load: Reference, seed: int) -> Passed | Skipped:
-    """Run the case; whatever it raises is its failure."""
+def execute(
+    *, case: Reference, requires: tuple[str, ...], load: Reference, seed: int, dump: Path | None = None
+) -> Passed | Skipped:
+    """Run the case; whatever it raises is its failure. The values of a comparison that fails go to ``dump``."""
     implementation = _implementation(load)
     try:
         function = case.resolve()
@@ -44,7 +49,12 @@ def execute(*, case: Reference, requires: tuple[str, ...], load: Reference, seed
         if capability not in implementation.capabilities:
             return Skipped(capability)
     place = worker_context.current()
-    function(Context(implementation, rank=place.rank, world_size=place.world_size, seed=seed))
+    try:
+        function(Context(implementation, rank=place.rank, world_size=place.world_size, seed=seed))
+    except CheckFailed as error:
+        if dump is not None:
+            dumping.write(error, folder=dump, rank=place.rank)
+        raise
     return Passed()
 
 

@@ -5,7 +5,8 @@
 
 ``reason`` and ``link`` are required. ``procs`` limits the gap to these numbers of processes, ``versions`` to these
 versions of packages; ``saying`` is part of the failure's text, so that another failure of the same case is not taken
-for this one.
+for this one. ``"*"`` for a case means all that the entries before it do not name: for an implementation that does not
+get as far as a case.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 FOLDER = Path(__file__).parent / "xfails"
+ANY_CASE = "*"
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,22 @@ class Gap:
 
     def applies(self, case: str, *, procs: int, versions: Mapping[str, str]) -> bool:
         """Whether this case on that many processes and these versions is expected to fail."""
-        if case != self.case or (self.procs is not None and procs not in self.procs):
+        if self.case not in (case, ANY_CASE) or (self.procs is not None and procs not in self.procs):
             return False
-        return all(
-            name in versions and SpecifierSet(bound).contains(Version(versions[name]), prereleases=True)
-            for name, bound in self.versions.items()
-        )
+        return within(self.versions, versions=versions)
+
+
+def within(bounds: Mapping[str, str], *, versions: Mapping[str, str]) -> bool:
+    """Whether all packages named are there, in versions that their bounds allow."""
+    return all(
+        name in versions and SpecifierSet(bound).contains(Version(versions[name]), prereleases=True)
+        for name, bound in bounds.items()
+    )
 
 
 def load_gaps(path: Path, *, known_cases: Iterable[str]) -> list[Gap]:
     """The gaps in a file. ValueError for a case that does not exist: such an entry is stale."""
-    known = set(known_cases)
+    known = {*known_cases, ANY_CASE}
     gaps = []
     for entry in json.loads(path.read_text(encoding="utf-8"))["gaps"]:
         procs: Sequence[int] | None = entry.get("procs")
@@ -53,6 +60,11 @@ def load_gaps(path: Path, *, known_cases: Iterable[str]) -> list[Gap]:
             raise ValueError(f"expected {path.name} to name cases of the suite, but got {gap.case!r}: remove the entry")
         gaps.append(gap)
     return gaps
+
+
+def implementation_of(path: Path) -> str:
+    """The implementation that a file is about."""
+    return str(json.loads(path.read_text(encoding="utf-8"))["implementation"])
 
 
 def default_path(implementation: str) -> Path | None:

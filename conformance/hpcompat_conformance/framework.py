@@ -46,7 +46,7 @@ class Framework(Protocol):
     """Modules, parameters and tensors are the framework's own objects, opaque to a case."""
 
     name: str
-    capabilities: frozenset[str]  # dtypes, by name, that it computes and communicates in
+    capabilities: frozenset[str]  # dtypes, by name, that it computes and communicates in; other words
 
     def versions(self) -> Mapping[str, str]:
         """Names and versions of the packages in use."""
@@ -72,11 +72,26 @@ class Framework(Protocol):
     def model(self, recipe: Recipe, *, seed: int) -> Any:
         """A module made after the recipe, its parameters filled by `values.parameter_values`."""
 
+    def meta_model(self, recipe: Recipe) -> Any:
+        """A module made after the recipe on the meta device: shapes without values."""
+
+    def materialize(self, module: Any) -> None:
+        """Give a module on the meta device memory on the CPU, by whatever way the framework documents."""
+
     def child(self, module: Any, path: str) -> Any:
         """The submodule at a dotted path; the module itself for ``""``."""
 
     def set_requires_grad(self, module: Any, value: bool) -> None:
         """Freeze or unfreeze all parameters of a module."""
+
+    def cast(self, module: Any, dtype: str) -> None:
+        """Give all parameters of a module that is not wrapped yet another dtype."""
+
+    def set_value(self, parameter: Any, full: Array) -> None:
+        """Overwrite a parameter that is not sharded yet."""
+
+    def buffers(self, module: Any) -> Mapping[str, Any]:
+        """The buffers by dotted name: plain tensors."""
 
     def parameters(self, module: Any) -> Mapping[str, Any]:
         """The registered parameters by dotted name, in registration order, each object once."""
@@ -103,11 +118,17 @@ class Framework(Protocol):
     def gradient(self, parameter: Any) -> Any | None:
         """The gradient on this rank, as the optimizer would find it."""
 
+    def set_gradient(self, parameter: Any, full: Array) -> None:
+        """Make this rank's part of a global gradient the parameter's."""
+
+    def number(self, scalar: Any) -> float:
+        """The value of a scalar that is the same on all ranks, such as a norm. A collective."""
+
     def loss(self, output: Any) -> Any:
         """Half the sum of squares of the output, in float32."""
 
-    def backward(self, loss: Any) -> None:
-        """Run backward from a loss."""
+    def backward(self, loss: Any, gradient: Any = None) -> None:
+        """Run backward from a scalar, or from a tensor of any shape with the gradient to begin with."""
 
     def no_grad(self) -> AbstractContextManager[Any]:
         """A context without gradients."""
@@ -115,8 +136,15 @@ class Framework(Protocol):
     def zero_grad(self, module: Any) -> None:
         """Clear the gradients of all parameters."""
 
-    def optimizer(self, module: Any, *, kind: str, lr: float) -> Optimizer:
-        """``kind`` is ``"sgd"`` or ``"adamw"``, with the framework's defaults for the rest."""
+    def optimizer(self, module: Any, *, kind: str, lr: float, multi_tensor: bool = False, **options: Any) -> Optimizer:
+        """``kind`` is ``"sgd"`` or ``"adamw"``; ``options`` such as ``weight_decay`` by torch's names, the framework's
+        defaults for the rest. ``multi_tensor`` asks for the kernels that take many tensors at once."""
+
+    def optimizer_state(self, optimizer: Any, parameter: Any) -> Mapping[str, Any]:
+        """What an optimizer keeps for a parameter, by torch's names; empty before the first step."""
+
+    def load_optimizer_state(self, optimizer: Any, values: Sequence[Mapping[str, Array]]) -> None:
+        """Load the global states of all parameters, in the optimizer's order, into an optimizer that has none."""
 
     def on_forward(
         self, module: Any, *, before: Callable[[], None] | None = None, after: Callable[[Any], None] | None = None

@@ -21,6 +21,8 @@ ENTRY_POINT_GROUP = "hpcompat.conformance"
 BUILT_IN = {
     "hpcompat-mindspore": "hpcompat_conformance.adapters.hpcompat_mindspore:ADAPTER",
     "hpcompat-torch": "hpcompat_conformance.adapters.hpcompat_torch:ADAPTER",
+    "hyper-parallel-mindspore": "hpcompat_conformance.adapters.hyper_parallel_mindspore:ADAPTER",
+    "hyper-parallel-torch": "hpcompat_conformance.adapters.hyper_parallel_torch:ADAPTER",
     "torch-fsdp2": "hpcompat_conformance.adapters.torch_fsdp2:ADAPTER",
 }
 
@@ -83,9 +85,9 @@ def adapter_named(name: str) -> Adapter:
     return adapter
 
 
-def api_capabilities(api: Any, *, classes: tuple[str, ...] = ("FSDPModule",)) -> frozenset[str]:
-    """The public names of an API, the public methods of those classes in it that it has, and the arguments of its
-    ``fully_shard``."""
+def api_capabilities(api: Any, *, classes: tuple[str, ...] = ("FSDPModule", "MixedPrecisionPolicy")) -> frozenset[str]:
+    """The public names of an API, the public methods and defaults of those classes in it that it has, and the arguments
+    of its ``fully_shard``."""
     names = {name for name in dir(api) if not name.startswith("_")}
     methods = {
         f"{owner}.{method}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # Different enough that each unit of a chain is known by its number of elements.
 DEFAULT_SIZES = (4, 8, 12, 16)
@@ -64,4 +65,44 @@ class Probe:
         return self.width
 
 
-Recipe = Chain | Branches | Tied | Probe
+@dataclass(frozen=True)
+class Packed:
+    """``layers.0`` and ``layers.1``, both square. The output is what the last layer gives, ``last [rows, width]``, and
+    twice what the first gives, ``first``. ``form`` says how they are packed: ``"nested"`` for ``{"last": last, "more":
+    (3, [first])}``, ``"object"`` for an object with these two attributes, of a class that no library knows."""
+
+    form: str = "nested"
+    width: int = 4
+
+    @property
+    def num_inputs(self) -> int:
+        """Columns of the input."""
+        return self.width
+
+
+class Hidden:
+    """What a model with ``form="object"`` gives."""
+
+    def __init__(self, last: Any, first: Any) -> None:
+        self.last, self.first = last, first
+
+
+@dataclass(frozen=True)
+class Buffered:
+    """One layer, whose output is added to the buffer ``offset [width]``, float32 values with a fraction. The buffer
+    ``count [1]`` is int32."""
+
+    width: int = 8
+
+    @property
+    def num_inputs(self) -> int:
+        """Columns of the input."""
+        return self.width
+
+    @property
+    def offset(self) -> list[float]:
+        """Not all of them are numbers of bfloat16."""
+        return [1 + 2.0**-12 * index for index in range(self.width)]
+
+
+Recipe = Chain | Branches | Tied | Probe | Packed | Buffered

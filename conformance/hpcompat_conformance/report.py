@@ -1,10 +1,9 @@
-"""Showing a run: live, as a table, as JSON."""
+"""Showing a run in the terminal: live, and as tables."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-from pathlib import Path
+from collections import Counter
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -16,7 +15,8 @@ from hpcompat_conformance import spec
 from hpcompat_conformance.case import Case
 from hpcompat_conformance.results import BAD_KINDS, KINDS, Result, Run
 
-STYLES = {"pass": "green", "xfail": "yellow", "skip": "cyan"}
+STYLES = {"pass": "green", "xfail": "yellow", "skip": "cyan", "waived": "magenta"}
+NUM_SLOWEST = 10
 
 
 class LiveProgress:
@@ -33,6 +33,7 @@ class LiveProgress:
         )
         self._counts = dict.fromkeys(KINDS, 0)
         self._task = self._progress.add_task("starting", total=total, counts="")
+        self._implementation = ""
 
     def __enter__(self) -> LiveProgress:
         self._progress.start()
@@ -43,9 +44,13 @@ class LiveProgress:
     ) -> None:
         self._progress.stop()
 
+    def turn_to(self, implementation: str) -> None:
+        """The next cases run on that implementation."""
+        self._implementation = f"{implementation}: "
+
     def started(self, case: Case, *, procs: int) -> None:
         """The bar shows the case."""
-        self._progress.update(self._task, description=f"{case.id} on {procs}")
+        self._progress.update(self._task, description=f"{self._implementation}{case.id} on {procs}")
 
     def finished(self, result: Result) -> None:
         """The bar advances."""
@@ -53,7 +58,8 @@ class LiveProgress:
         counts = " ".join(f"[{style_of(kind)}]{kind} {n}[/]" for kind, n in self._counts.items() if n)
         self._progress.update(self._task, advance=1, counts=counts)
         if result.result in BAD_KINDS:
-            self._progress.console.print(failure_text(result), highlight=False)
+            text = self._implementation + failure_text(result)
+            self._progress.console.print(text, highlight=False, soft_wrap=True)
 
 
 def style_of(kind: str) -> str:
@@ -63,9 +69,15 @@ def style_of(kind: str) -> str:
 
 def failure_text(result: Result) -> str:
     """A result with its clause and message, as rich markup."""
+    head, text = result.result.upper(), text_of(result)
+    return f"[{style_of(result.result)}]{head}[/]{escape(text.removeprefix(head))}\n"
+
+
+def text_of(result: Result) -> str:
+    """A result with its clause and message."""
     clause = spec.clauses()[result.clause]
-    head = f"[{style_of(result.result)}]{result.result.upper()}[/] {result.id} on {result.procs}"
-    return f"{head}\n  {clause.id}: {escape(clause.sentence)}\n{escape(result.message)}\n"
+    head = f"{result.result.upper()} {result.id} on {result.procs}"
+    return f"{head}\n  {clause.id}: {clause.sentence}\n{result.message}"
 
 
 def summary_table(run: Run) -> Table:
@@ -89,21 +101,34 @@ def _cell(kinds: list[str]) -> str:
 
 
 def totals_text(run: Run) -> str:
-    """The totals on one line, as rich markup."""
+    """The totals on one line, as rich markup. The time is that of the cases."""
     seconds = sum(result.seconds for result in run.results)
     parts = [f"[{style_of(kind)}]{n} {kind}[/]" for kind, n in run.totals.items() if n]
-    return f"{', '.join(parts) or 'nothing was run'} in {seconds:.1f} s"
+    whole = f" ({run.seconds:.1f} s with the start of processes)" if run.seconds else ""
+    return f"{run.implementation}: {', '.join(parts) or 'nothing was run'} in {seconds:.1f} s{whole}"
 
 
-def write_json(run: Run, *, path: Path) -> None:
-    """``{"impl", "versions", "spec", "totals": {kind: n}, "cases": [{"id", "clause", "procs", "result", "seconds",
-    "message"}]}``"""
-    content = {
-        "impl": run.implementation,
-        "versions": dict(run.versions),
-        "spec": spec.VERSION,
-        "totals": run.totals,
-        "cases": [asdict(result) for result in run.results],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def slowest_table(runs: Sequence[Run]) -> Table:
+    """The results that took longest, of all implementations."""
+    timed = [(result.seconds, run.implementation, result) for run in runs for result in run.results]
+    timed.sort(key=lambda entry: -entry[0])
+    table = Table(title=f"the {min(NUM_SLOWEST, len(timed))} slowest", title_justify="left")
+    for heading in ("seconds", "implementation", "case", "on"):
+        table.add_column(heading, overflow="fold", justify="right" if heading in ("seconds", "on") else "left")
+    for seconds, implementation, result in timed[:NUM_SLOWEST]:
+        table.add_row(f"{seconds:.2f}", implementation, result.id, str(result.procs))
+    return table
+
+
+def coverage_text(cases: Sequence[Case], *, version: str = spec.VERSION) -> str:
+    """How many clauses the spec has, how many of these cases, and how they are spread."""
+    clauses = spec.clauses(version)
+    counts = Counter(case.clause for case in cases if case.clause in clauses)
+    without = [identity for identity in clauses if not counts[identity]]
+    spread = f"{min(counts.values())} to {max(counts.values())}" if counts else "none"
+    mean = sum(counts.values()) / len(clauses)
+    return (
+        f"spec {version}: {len(clauses)} clauses, {counts.total()} cases; "
+        f"{spread} for a clause, {mean:.2f} on average; "
+        f"clauses without a case: {', '.join(without) or 'none'}"
+    )

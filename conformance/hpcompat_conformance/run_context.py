@@ -41,9 +41,12 @@ class Context:
 
     # --- making things ---
 
-    def model(self, recipe: Recipe) -> Any:
-        """The same model on every rank, not sharded."""
-        return self.framework.model(recipe, seed=self.seed)
+    def model(self, recipe: Recipe, *, dtype: str | None = None) -> Any:
+        """The same model on every rank, not sharded; in float32 unless another dtype is named."""
+        model = self.framework.model(recipe, seed=self.seed)
+        if dtype is not None:
+            self.framework.cast(model, dtype)
+        return model
 
     def mesh(self) -> Any:
         """One axis over all ranks: FSDP."""
@@ -112,6 +115,19 @@ class Context:
         """Forward, loss times ``scale``, and backward."""
         self.framework.backward(self.framework.loss(model(inputs, **forward_options)) * scale)
 
+    def optimizer_step(self, optimizer: Any) -> None:
+        """Step as the implementation says to: by its own ``optimizer_step`` if it has one."""
+        step = getattr(self.api, "optimizer_step", None)
+        if step is None:
+            optimizer.step()
+        else:
+            step(optimizer)
+
+    def clip(self, model: Any, max_norm: float, **options: Any) -> float:
+        """``clip_grad_norm_`` over the parameters of a model. Gives the norm before clipping."""
+        parameters = list(self.framework.parameters(model).values())
+        return self.framework.number(self.api.clip_grad_norm_(parameters, max_norm, **options))
+
     def record(self) -> AbstractContextManager[list[Collective]]:
         """Collect the collectives that this rank issues inside the block."""
         return self.framework.collectives()
@@ -127,6 +143,18 @@ class Context:
     def values(self, model: Any) -> dict[str, Array]:
         """Global values of the parameters by name."""
         return {name: self.framework.full(p) for name, p in self.framework.parameters(model).items()}
+
+    def present_gradients(self, model: Any) -> dict[str, Array]:
+        """Those of `gradients` that are there."""
+        return {name: grad for name, grad in self.gradients(model).items() if grad is not None}
+
+    def states(self, model: Any, optimizer: Any) -> dict[str, Array]:
+        """Global optimizer states by ``<name of the state> of <name of the parameter>``."""
+        return {
+            f"{state} of {name}": self.framework.full(value)
+            for name, parameter in self.framework.parameters(model).items()
+            for state, value in self.framework.optimizer_state(optimizer, parameter).items()
+        }
 
     def sharded(self, model: Any) -> dict[str, bool]:
         """By parameter: whether it is registered in its sharded form."""

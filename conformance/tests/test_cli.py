@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcompat_conformance import impl, mpirun
+from hpcompat_conformance import document, impl, mpirun, rendering, spec
 from hpcompat_conformance.adapters import torch_fsdp2
 from hpcompat_conformance.case import all_cases
 from hpcompat_conformance.cli import main
+from hpcompat_conformance.document import Document
 
 NATIVE = ("--impl", "torch-fsdp2", "--procs", "1", "--only", r"^schedule\.one_process")
 
@@ -21,13 +22,18 @@ NATIVE = ("--impl", "torch-fsdp2", "--procs", "1", "--only", r"^schedule\.one_pr
 def test_a_run_writes_json_and_says_how_it_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     assert main([*NATIVE, "--json", str(tmp_path / "report.json")]) == 0
-    content = json.loads((tmp_path / "report.json").read_text())
+    (content,) = json.loads((tmp_path / "report.json").read_text())["runs"]
     assert [(one["id"], one["clause"], one["procs"], one["result"]) for one in content["cases"]] == [
         ("schedule.one_process_communicates_nothing", "SCH-04", 1, "pass")
     ]
-    assert content["impl"] == "torch-fsdp2"
+    assert content["implementation"] == "torch-fsdp2"
     assert "torch" in content["versions"]
-    assert "1 pass in" in capsys.readouterr().out
+    command = "hpcompat conformance --impl torch-fsdp2 --procs 1 --spec 2026.12 --seed 2026 --only"
+    assert content["origin"]["command"].startswith(command)
+    shown = capsys.readouterr().out
+    assert "torch-fsdp2: 1 pass in" in shown
+    assert "the 1 slowest" in shown
+    assert f"{len(spec.clauses())} clauses, 1 cases" in shown
 
 
 def test_a_stale_expectation_fails_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,14 +42,78 @@ def test_a_stale_expectation_fails_the_run(tmp_path: Path, capsys: pytest.Captur
     path = tmp_path / "gaps.json"
     path.write_text(json.dumps({"implementation": "torch-fsdp2", "gaps": [entry]}))
     assert main([*NATIVE, "--xfails", str(path)]) == 1
-    assert "1 xpass" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "XPASS" in shown
+    assert "1 xpass" in shown
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"implementation": "hpcompat-torch", "gaps": []}))
+    assert main([*NATIVE, "--xfails", str(other)]) == 2
+    assert "to be about torch-fsdp2, but got 'hpcompat-torch'" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_several_implementations_and_reports_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    options = ["--impl", "hpcompat-torch", "--report", "json,md", "--report", "junit", "--out", str(tmp_path)]
+    assert main([*NATIVE, *options]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"conformance.json", "conformance.md", "conformance.xml"}
+    runs = json.loads((tmp_path / "conformance.json").read_text())["runs"]
+    assert [run["implementation"] for run in runs] == ["torch-fsdp2", "hpcompat-torch"]
+    shown = capsys.readouterr().out
+    assert "torch-fsdp2: 1 pass" in shown
+    assert "hpcompat-torch: 1 pass" in shown
+
+
+def test_a_stale_waiver_fails_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "waivers.json"
+    path.write_text(json.dumps({"waivers": [{"case": "no.such", "reason": "r", "until": "9999-01-01"}]}))
+    assert main([*NATIVE, "--waivers", str(path)]) == 1
+    assert "STALE expected waivers that are needed, but that of case no.such names nothing" in capsys.readouterr().out
+
+
+def test_merging_results_of_several_environments(
+    outcome: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for run in outcome.runs:
+        paths.append(tmp_path / f"{run.implementation}.json")
+        document.write(Document([run]), paths[-1])
+    options = ["--report", "json", "--out", str(tmp_path / "out")]
+    assert main(["--merge", str(paths[0]), *options]) == 0
+    assert main(["--merge", *map(str, paths), *options]) == 1
+    merged = document.read(tmp_path / "out" / "conformance.json")
+    assert [run.implementation for run in merged.runs] == ["good-one", "bad-one"]
+    assert "bad-one: 2 pass, 1 fail" in capsys.readouterr().out
+
+
+def test_the_spec_as_a_page(tmp_path: Path) -> None:
+    assert main(["--spec-page", str(tmp_path / "spec.md")]) == 0
+    assert (tmp_path / "spec.md").read_text() == rendering.spec_page(spec.VERSION)
+
+
+def test_cases_as_tests_of_pytest(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    entry = {"case": "schedule.one_process_communicates_nothing", "reason": "r", "link": "l"}
+    path = tmp_path / "gaps.json"
+    path.write_text(json.dumps({"implementation": "torch-fsdp2", "gaps": [entry]}))
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "--pyargs", "hpcompat_conformance"]
+    command += ["-p", "hpcompat_conformance.pytest_cases", *NATIVE]
+    for extra, status, words in (
+        ((), 0, "PASSED"),
+        (("--xfails", str(path)), 1, "XPASS schedule.one_process_communicates_nothing on 1"),
+        (("--impl", "fsdp3"), 4, "but got 'fsdp3'"),
+    ):
+        done = subprocess.run([*command, *extra], capture_output=True, text=True, cwd=tmp_path)
+        assert (done.returncode, words in done.stdout + done.stderr) == (status, True), done.stdout + done.stderr
 
 
 def test_list_shows_what_only_selects(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--only", "ACC-0[12]"]) == 0
     shown = capsys.readouterr().out
     clauses = [one.clause for one in all_cases() if one.clause in ("ACC-01", "ACC-02")]
-    assert [word for word in shown.split() if word.startswith("ACC-")] == clauses
+    listing, coverage = shown.split(f"spec {spec.VERSION}: ")
+    assert [word for word in listing.split() if word.startswith("ACC-")] == clauses
+    assert coverage.startswith(f"{len(spec.clauses())} clauses, {len(clauses)} cases;")
 
 
 @pytest.mark.parametrize(
@@ -53,6 +123,12 @@ def test_list_shows_what_only_selects(capsys: pytest.CaptureFixture[str]) -> Non
         (("--impl", "fsdp3"), "but got 'fsdp3'"),
         (("--impl", "torch-fsdp2", "--only", "nothing_like_this"), "matches none"),
         (("--impl", "torch-fsdp2", "--xfails", "missing.json"), "missing.json"),
+        (("--impl", "torch-fsdp2", "--waivers", "missing.json"), "missing.json"),
+        (("--impl", "torch-fsdp2", "--spec", "1999.01"), "expected a spec out of 2026.12, but got '1999.01'"),
+        (("--list", "--spec", "1999.01"), "expected a spec out of 2026.12, but got '1999.01'"),
+        (("--impl", "torch-fsdp2", "--report", "md"), "expected --out DIR beside --report"),
+        (("--impl", "torch-fsdp2", "--dump-on-failure"), "expected --out DIR beside --dump-on-failure"),
+        (("--merge", "missing.json", "--report", "md", "--out", "out"), "missing.json"),
     ],
 )
 def test_requests_that_make_no_sense(
@@ -68,6 +144,7 @@ def test_requests_that_make_no_sense(
         (("--procs", "two"), "expected positive numbers such as 1,2,4"),
         (("--procs", "0"), "expected positive numbers such as 1,2,4"),
         (("--only", "("), "expected a regular expression"),
+        (("--report", "pdf"), "expected formats out of json, junit, html, md, features, badge, but got 'pdf'"),
     ],
 )
 def test_options_that_do_not_parse(

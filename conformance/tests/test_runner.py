@@ -6,20 +6,23 @@ import json
 import os
 import sys
 import threading
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from hpcompat_conformance import report, results, runner
+from hpcompat_conformance import report, results, runner, spec
 from hpcompat_conformance.case import Case, case, cases_of
-from hpcompat_conformance.checks import check_equal
+from hpcompat_conformance.checks import check_array, check_equal
 from hpcompat_conformance.expected import Gap, load_gaps
 from hpcompat_conformance.impl import Adapter, Implementation
 from hpcompat_conformance.results import Result
 from hpcompat_conformance.run_context import Context
+from hpcompat_conformance.waivers import Waiver
 
 BARE = "hpcompat_conformance.bare:set_up"
 LINK = "https://example.org/1"
@@ -65,6 +68,12 @@ def kills_a_rank(ctx: Context) -> None:
         os._exit(5)
 
 
+@case("SCH-06", procs=(2,))
+def compares_arrays(ctx: Context) -> None:
+    expected = np.array([1, 2], dtype=np.float32)
+    check_array(np.array([1, ctx.rank], dtype=np.float32), expected, what="array")
+
+
 def run_toys(*ids: str, adapter: Adapter = TOY, **options: Any) -> results.Run:
     known = {found.id.partition(".")[2]: found for found in cases_of(sys.modules[__name__])}
     plan = runner.Plan(adapter, [known[name] for name in ids], **{"procs": (2,), **options})
@@ -73,7 +82,7 @@ def run_toys(*ids: str, adapter: Adapter = TOY, **options: Any) -> results.Run:
 
 def test_cases_are_found_in_order_with_their_ids() -> None:
     found = cases_of(sys.modules[__name__])
-    names = ["passes", "fails_on_the_last_rank", "is_skipped", "hangs", "kills_a_rank"]
+    names = ["passes", "fails_on_the_last_rank", "is_skipped", "hangs", "kills_a_rank", "compares_arrays"]
     assert [one.id for one in found] == [f"test_runner.{name}" for name in names]
     assert found[2] == Case("test_runner.is_skipped", "SCH-03", (2,), ("answer", "question"), (), found[2].reference)
 
@@ -87,7 +96,16 @@ def test_each_kind_of_result_and_that_the_run_goes_on() -> None:
     assert skip == "no question"
     assert "rank 0 ended with exit code 5" in error
     assert passed == ""
-    assert run.totals == {"pass": 1, "fail": 1, "xfail": 0, "xpass": 0, "skip": 1, "error": 1, "timeout": 0}
+    assert run.totals == {
+        "pass": 1,
+        "fail": 1,
+        "xfail": 0,
+        "xpass": 0,
+        "skip": 1,
+        "waived": 0,
+        "error": 1,
+        "timeout": 0,
+    }
     assert run.versions == {"toy": "1.5"}
     assert not run.ok
 
@@ -166,18 +184,49 @@ def test_gaps_are_read_from_a_file(tmp_path: Path) -> None:
         load_gaps(path, known_cases=["a.c"])
 
 
-def test_json_report(tmp_path: Path) -> None:
-    run = run_toys("passes", "is_skipped")
-    report.write_json(run, path=tmp_path / "deep" / "report.json")
-    content = json.loads((tmp_path / "deep" / "report.json").read_text())
-    assert content["impl"] == "toy"
-    assert content["versions"] == {"toy": "1.5"}
-    assert content["totals"] == run.totals
-    assert list(content["totals"]) == list(results.KINDS)
-    first, second = content["cases"]
-    assert first.pop("seconds") >= 0
-    assert first == {"id": "test_runner.passes", "clause": "SCH-01", "procs": 2, "result": "pass", "message": ""}
-    assert second["message"] == "no question"
+def test_a_run_says_what_it_ran_on_and_the_headline_of_each_failure() -> None:
+    run = run_toys("passes", "fails_on_the_last_rank", "is_skipped")
+    assert (run.implementation, run.versions) == ("toy", {"toy": "1.5"})
+    passed, failed, skipped = run.results
+    assert passed == Result("test_runner.passes", "SCH-01", 2, "pass", passed.seconds)
+    assert failed.headline == "CheckFailed: rank: expected 0, but got 1"
+    assert skipped.message == "no question"
+    assert run.seconds >= passed.seconds + failed.seconds > 0
+
+
+def test_a_waiver_covers_a_failure_of_any_kind() -> None:
+    waivers = [Waiver("later", clause=clause, until=date(2026, 12, 1)) for clause in ("SCH-01", "SCH-02", "SCH-05")]
+    names = ("passes", "fails_on_the_last_rank", "kills_a_rank")
+    run = run_toys(*names, waivers=waivers, today=date(2026, 12, 1))
+    assert [result.result for result in run.results] == ["pass", "waived", "waived"]
+    assert run.results[1].message.startswith("waived, with 2026-12-01: later\n")
+    assert "expected 0, but got 1" in run.results[1].message
+    assert run.ok
+    late = run_toys(*names, waivers=waivers, today=date(2026, 12, 2))
+    assert [result.result for result in late.results] == ["pass", "fail", "error"]
+
+
+def test_an_expected_failure_needs_no_waiver() -> None:
+    waivers = [Waiver("later", clause="SCH-02", until=date(2026, 12, 1))]
+    run = run_toys(
+        "fails_on_the_last_rank", gaps=[gap("fails_on_the_last_rank")], waivers=waivers, today=date(2026, 12, 1)
+    )
+    assert [result.result for result in run.results] == ["xfail"]
+
+
+def test_the_values_of_a_failed_comparison_are_dumped(tmp_path: Path) -> None:
+    run_toys("passes", "fails_on_the_last_rank", "compares_arrays", dump=tmp_path)
+    names = {folder.name for folder in (tmp_path / "toy").iterdir()}
+    assert names == {"test_runner.fails_on_the_last_rank-on-2", "test_runner.compares_arrays-on-2"}
+    folder = runner.dump_folder(tmp_path, implementation="toy", case="test_runner.fails_on_the_last_rank", procs=2)
+    assert (folder / "rank1.txt").read_text() == "rank: expected 0, but got 1\n"
+    assert (folder / "rank1.actual.txt").read_text() == "1\n"
+    assert "rank 1 raised CheckFailed" in (folder / "message.txt").read_text()
+    assert not list(folder.glob("rank0*"))
+    folder = runner.dump_folder(tmp_path, implementation="toy", case="test_runner.compares_arrays", procs=2)
+    for rank in (0, 1):
+        assert np.load(folder / f"rank{rank}.expected.npy").tolist() == [1.0, 2.0]
+        assert np.load(folder / f"rank{rank}.actual.npy").tolist() == [1.0, float(rank)]
 
 
 def test_the_listener_hears_of_every_case_in_turn() -> None:
@@ -200,10 +249,11 @@ def test_console_report_shows_clauses_counts_and_failures() -> None:
         "toy",
         {"toy": "1.5"},
         [
-            Result("m.a", "SCH-01", 1, "pass", 0.5),
-            Result("m.b", "SCH-01", 1, "pass", 0.5),
+            Result("m.a", "SCH-01", 1, "pass", 0.25),
+            Result("m.b", "SCH-01", 1, "pass", 0.75),
             Result("m.a", "SCH-01", 2, "fail", 0.5, "list[int] is [not] markup"),
         ],
+        2.5,
     )
     console = Console(record=True, width=160, file=open(os.devnull, "w"))  # noqa: SIM115
     with report.LiveProgress(console, total=3) as progress:
@@ -211,10 +261,30 @@ def test_console_report_shows_clauses_counts_and_failures() -> None:
             progress.finished(result)
     console.print(report.summary_table(run))
     console.print(report.totals_text(run))
+    console.print(report.slowest_table([run]))
     text = console.export_text()
     assert "FAIL m.a on 2" in text
     assert "list[int] is [not] markup" in text
     row = next(line for line in text.splitlines() if "SCH-01" in line and "must" in line)
     assert "pass 2" in row
     assert "fail" in row
-    assert "2 pass, 1 fail in 1.5 s" in text
+    assert "toy: 2 pass, 1 fail in 1.5 s (2.5 s with the start of processes)" in text
+    slowest = text[text.index("the 3 slowest") :].split()
+    assert slowest.index("0.75") < slowest.index("0.50") < slowest.index("0.25")
+
+
+def test_only_the_ten_slowest_are_shown() -> None:
+    run = results.Run("toy", {}, [Result(f"m.case{n}", "SCH-01", 1, "pass", n / 100) for n in range(12)])
+    rows = report.slowest_table([run])
+    assert rows.row_count == 10
+    assert list(rows.columns[2].cells)[:2] == ["m.case11", "m.case10"]
+
+
+def test_coverage_counts_clauses_and_cases() -> None:
+    found = cases_of(sys.modules[__name__])
+    text = report.coverage_text(found)
+    assert f"{len(spec.clauses())} clauses, {len(found)} cases; 1 to 1 for a clause" in text
+    assert f"{len(found) / len(spec.clauses()):.2f} on average" in text
+    assert "SCH-07" in text
+    assert "SCH-06" not in text
+    assert text.count("-") >= len(spec.clauses()) - len(found)

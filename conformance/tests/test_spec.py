@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import hpcompat
 from hpcompat_conformance import cases, expected, impl, spec
 from hpcompat_conformance.case import all_cases, case
 from hpcompat_conformance.impl import adapter_named, adapter_names
@@ -74,7 +76,7 @@ def test_adapters_are_found_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> N
         name="mine", value="hpcompat_conformance.adapters.torch_fsdp2:ADAPTER", group=impl.ENTRY_POINT_GROUP
     )
     monkeypatch.setattr(impl, "entry_points", lambda **selection: EntryPoints([point]).select(**selection))
-    names = ["hpcompat-mindspore", "hpcompat-torch", "mine", "torch-fsdp2"]
+    names = sorted([*impl.BUILT_IN, "mine"])
     assert adapter_names() == names
     assert adapter_named("mine").load == "hpcompat_conformance.adapters.torch_fsdp2:load"
     with pytest.raises(ValueError, match=f"out of {', '.join(names)}, but got 'yours'"):
@@ -86,3 +88,21 @@ def test_an_entry_point_that_is_no_adapter(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(impl, "entry_points", lambda **selection: EntryPoints([point]).select(**selection))
     with pytest.raises(TypeError, match="to name an Adapter"):
         adapter_named("mine")
+
+
+def test_items_of_the_api_are_names_of_it() -> None:
+    for clause in spec.clauses().values():
+        for item in clause.api:
+            name, _, argument = item.partition(".")
+            owner = hpcompat if hasattr(hpcompat, name) else hpcompat.HSDPModule
+            assert hasattr(owner, name), f"{clause.id}: {item}"
+            if argument:
+                assert argument in inspect.signature(getattr(owner, name)).parameters, f"{clause.id}: {item}"
+
+
+def test_every_method_and_every_argument_of_the_api_has_a_clause() -> None:
+    named = {item for clause in spec.clauses().values() for item in clause.api}
+    methods = {name for name in vars(hpcompat.HSDPModule) if not name.startswith("_")}
+    # What it waits for, the end of backward has waited for.
+    assert methods - named == {"hsdp_sync_stream"}
+    assert {"fully_shard", "replicate", "register_fsdp_forward_method", "share_comm_ctx", "trace"} <= named

@@ -16,6 +16,7 @@ ADAPTER = Adapter(
 
 def load() -> Implementation:
     """Runs in a worker."""
+    import torch
     from torch.distributed import fsdp
     from torch.distributed._composable import replicate_with_fsdp
     from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -29,6 +30,8 @@ def load() -> Implementation:
         "ReplicateModule": replicate_with_fsdp.ReplicateModule,
         "replicate": replicate_with_fsdp.replicate,
     }
-    api = SimpleNamespace(**{name: getattr(fsdp, name) for name in fsdp.__all__}, **half_public)
+    # What goes with FSDP2 in a training script is torch's own; a step is the optimizer's.
+    torch_own = {"clip_grad_norm_": torch.nn.utils.clip_grad_norm_, "zero_grad": torch.nn.Module.zero_grad}
+    api = SimpleNamespace(**{name: getattr(fsdp, name) for name in fsdp.__all__}, **half_public, **torch_own)
     framework = TorchFramework()
     return Implementation(api, framework, api_capabilities(api) | framework.capabilities, framework.versions())

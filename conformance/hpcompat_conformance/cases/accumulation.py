@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from hpcompat_conformance.case import case
@@ -142,3 +144,62 @@ def three_steps_of_four_microbatches(ctx: Context) -> None:
     check_close(ctx.values(model), ctx.values(truth), what="parameter", tolerance=1e-6)
     moved = [name for name, value in ctx.values(truth).items() if not np.array_equal(value, start[name])]
     check(len(moved) == len(start), f"expected training to move every parameter, but it moved only {moved}")
+
+
+@case("ACC-08", procs=(1, 2, 4), reports=("A35",))
+def two_steps_that_accumulate_in_a_reduce_dtype(ctx: Context) -> None:
+    # A wider one, so that the numbers stay exact.
+    model = ctx.shard(ctx.model(Chain()), units=UNITS, mp_policy=ctx.policy(reduce_dtype="float64"))
+    for step in range(2):
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(microbatch == 1)
+            ctx.train(model, ctx.inputs(Chain(), step=2 * step + microbatch))
+        truth = ctx.true_gradients(Chain(), steps=range(2 * step + 2))
+        check_arrays(ctx.gradients(model), truth, what=f"gradient after step {step}")
+
+
+@case("ACC-09", procs=(1, 2, 4), reports=("A25",))
+def losses_weighted_by_tokens(ctx: Context) -> None:
+    # Rank r has r + 1 rows that count, of as many as there are.
+    rows = [2, 1, 2, 2][: ctx.world_size]
+    total = sum(rows)
+    truth = ctx.true_gradients(
+        Chain(), divide_by=total, train=lambda model, inputs, rank: ctx.train(model, inputs[: rows[rank]])
+    )
+    model = ctx.shard(ctx.model(Chain()), units=UNITS)
+    ctx.train(model, ctx.inputs(Chain())[: rows[ctx.rank]], scale=ctx.world_size / total)
+    check_close(ctx.gradients(model), truth, what="gradient", tolerance=2.0**-20)
+
+
+@case("ACC-09", procs=(1, 2, 4), reports=("A34",))
+def the_mean_over_microbatches(ctx: Context) -> None:
+    truth = ctx.true_gradients(Chain(), steps=range(4), divide_by=4 * ctx.world_size)
+    model = ctx.shard(ctx.model(Chain()), units=UNITS)
+    for step in range(4):
+        model.set_requires_gradient_sync(step == 3)
+        ctx.train(model, ctx.inputs(Chain(), step=step), scale=0.25)
+    check_arrays(ctx.gradients(model), truth, what="gradient")
+
+
+@case("ACC-10", procs=(1, 2, 4), reports=("A77",))
+def a_loss_in_chunks(ctx: Context) -> None:
+    truth = ctx.true_gradients(Chain())
+    for policy in (True, False):
+        model = ctx.shard(ctx.model(Chain()), units=UNITS, reshard_after_forward=policy)
+        first, second, head = (ctx.framework.child(model, path) for path in UNITS)
+        model.set_is_last_backward(False)
+        hidden = relu(ctx, second(relu(ctx, first(ctx.inputs(Chain())))))
+        boundary = ctx.framework.array(hidden)
+        pieces: list[Array] = []
+        for row in range(len(boundary)):
+            chunk = ctx.framework.tensor(boundary[row : row + 1], requires_grad=True)
+            ctx.framework.on_gradient(chunk, lambda grad, to=pieces: to.append(ctx.framework.array(grad)))
+            ctx.framework.backward(ctx.framework.loss(head(chunk)))
+        model.set_is_last_backward(True)
+        ctx.framework.backward(hidden, ctx.framework.tensor(np.concatenate(pieces)))
+        check_arrays(ctx.gradients(model), truth, what=f"gradient with reshard_after_forward={policy}")
+
+
+def relu(ctx: Context, tensor: Any) -> Any:
+    """By a product, which every framework has."""
+    return tensor * ctx.framework.tensor((ctx.framework.array(tensor) > 0).astype(np.float32))

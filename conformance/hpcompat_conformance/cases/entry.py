@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -127,3 +128,110 @@ def hooks_and_the_form_of_parameters(ctx: Context) -> None:
         expected = {f"{path}, {moment}": [True] * 2 for path in UNITS for moment in moments}
         expected |= {f"{path}, after forward, hook from after wrapping": [not policy] * 2 for path in UNITS}
         check_equal(looks.seen, expected, what=f"full parameters with reshard_after_forward={policy}")
+
+
+@case("ENT-13", procs=(1, 2, 4))
+def a_root_below_another(ctx: Context) -> None:
+    model = ctx.shard(ctx.model(Chain()), units=UNITS)
+    ctx.framework.child(model, "layers.0")(ctx.inputs(Chain()))
+    with check_raises(RuntimeError, containing="already been lazily initialized"):
+        model(ctx.inputs(Chain()))
+
+
+@case("ENT-14", procs=(1, 2))
+def a_list_without_a_root(ctx: Context) -> None:
+    model = ctx.model(Chain())
+    ctx.api.fully_shard([ctx.framework.child(model, path) for path in UNITS], mesh=ctx.mesh())
+    with check_raises(RuntimeError, containing="requires a single root module"):
+        model(ctx.inputs(Chain()))
+
+
+@case("ENT-06", procs=(2, 4))
+def a_list_is_one_unit(ctx: Context) -> None:
+    model = ctx.model(Chain())
+    ctx.api.fully_shard([ctx.framework.child(model, path) for path in UNITS[:2]], mesh=ctx.mesh())
+    ctx.shard(model, units=UNITS[2:])
+    for _ in range(2):
+        ctx.framework.zero_grad(model)
+        with ctx.record() as log:
+            ctx.train(model, ctx.inputs(Chain()))
+        both, last = 4 * 8 + 8 + 8 * 12 + 12, 12 * 16 + 16
+        found = [(event.kind, event.num_elements) for event in log]
+        gathers = [("all_gather", both), ("all_gather", last)]
+        reductions = [("reduce_scatter", last), ("reduce_scatter", both)]
+        check_equal([event for event in found if event[0] == "reduce_scatter"], reductions, what="reductions")
+        check_equal(found[:2], gathers, what="gathers of forward")
+        check_arrays(ctx.gradients(model), ctx.true_gradients(Chain()), what="gradient")
+
+
+@case("ENT-07", procs=(2, 4))
+def what_cannot_be_sharded(ctx: Context) -> None:
+    with check_raises(ValueError, containing="containers that do not implement forward"):
+        ctx.api.fully_shard(ctx.framework.child(ctx.model(RECIPE), "layers"), mesh=ctx.mesh())
+    for dim, kind, words in ((1, NotImplementedError, "uneven sharding on dim 1"), (2, Exception, "is invalid for")):
+
+        def place(parameter: Any, dim: int = dim) -> Any:
+            return ctx.framework.shard(dim) if len(ctx.framework.shape(parameter)) == 2 else None
+
+        with check_raises(kind, containing=words):
+            ctx.shard(ctx.model(Chain(sizes=(3, 4, 5))), shard_placement_fn=place)
+
+
+@case("ENT-08", procs=(1, 2), reports=("A79",))
+def an_averaged_copy(ctx: Context) -> None:
+    model, average = (ctx.shard(ctx.model(RECIPE), units=UNITS) for _ in range(2))
+    with check_raises(AssertionError, containing="does not support deepcopy"):
+        copy.deepcopy(model)
+    optimizer = ctx.framework.optimizer(model, kind="sgd", lr=0.125)
+    truth = ctx.values(average)
+    for step in range(2):
+        ctx.train(model, ctx.inputs(RECIPE, step=step))
+        ctx.optimizer_step(optimizer)
+        optimizer.zero_grad()
+        truth = {name: (truth[name] + value) / 2 for name, value in ctx.values(model).items()}
+        ctx.framework.load_state_dict(average, truth)
+        outputs = [ctx.framework.array(average(ctx.inputs(RECIPE))) for _ in range(2)]
+        check_arrays({"output": outputs[1]}, {"output": outputs[0]}, what="of the average")
+    check_arrays(ctx.values(average), truth, what="averaged value")
+
+
+@case("ENT-09", procs=(4,))
+def meshes_that_say_too_much_or_too_little(ctx: Context) -> None:
+    with check_raises(ValueError, containing="expects a 1D or 2D DeviceMesh"):
+        mesh = ctx.framework.mesh((2, 2, 1), axis_names=("a", "b", "c"))
+        ctx.api.fully_shard(ctx.model(RECIPE), mesh=mesh)
+    with check_raises(AssertionError, containing="Please init the 2D mesh for HSDP with mesh_dim_names specified"):
+        ctx.api.fully_shard(ctx.model(RECIPE), mesh=ctx.framework.mesh((2, 2)))
+
+
+@case("ENT-10", procs=(2, 4), reports=("A81",))
+def meshes_that_look_like_hsdp(ctx: Context) -> None:
+    for names in (("dp_shard", "cp"), ("fsdp", "tp")):
+        mesh = ctx.framework.mesh((ctx.world_size // 2, 2), axis_names=names)
+        with check_raises(ValueError, containing=names[1]):
+            ctx.api.fully_shard(ctx.model(RECIPE), mesh=mesh)
+
+
+@case("ENT-11", procs=(1, 2, 4), reports=("A16",))
+def ignored_parameters(ctx: Context) -> None:
+    model = ctx.model(RECIPE)
+    parameters = ctx.framework.parameters(model)
+    ignored = {name: p for name, p in parameters.items() if name.endswith("bias")}
+    ctx.shard(model, units=UNITS, ignored_params=set(ignored.values()))
+    found = ctx.framework.parameters(model)
+    check_equal(list(found), list(parameters), what="names")
+    check(all(found[name] is p for name, p in ignored.items()), "expected ignored parameters to stay the same objects")
+    check_equal(ctx.sharded(model), {name: name not in ignored for name in found}, what="sharded")
+    ctx.train(model, ctx.inputs(RECIPE))
+    truth = ctx.true_gradients(RECIPE)
+    own = ctx.true_gradients(RECIPE, ranks=(ctx.rank,))
+    truth |= {name: own[name] for name in ignored}
+    check_arrays(ctx.gradients(model), truth, what="gradient")
+
+
+@case("ENT-12", procs=(1,))
+def prefetch_lists_of_strangers(ctx: Context) -> None:
+    model = ctx.shard(ctx.model(RECIPE), units=UNITS[:1])
+    for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
+        with check_raises(ValueError, containing="FSDPModule"):
+            setter([ctx.framework.child(model, "layers.1")])

@@ -7,7 +7,7 @@ import numpy as np
 from hpcompat_conformance.case import case
 from hpcompat_conformance.checks import check, check_arrays, check_equal, check_raises
 from hpcompat_conformance.framework import Array
-from hpcompat_conformance.recipes import Chain, Tied
+from hpcompat_conformance.recipes import Branches, Chain, Tied
 from hpcompat_conformance.run_context import Context
 
 UNITS = ("layers.0", "layers.1", "layers.2")
@@ -161,6 +161,28 @@ def evaluation_between_steps(ctx: Context) -> None:
         check_arrays({"output": evaluated}, {"output": ctx.framework.array(trained)}, what="evaluation after a step")
         ctx.framework.backward(ctx.framework.loss(trained))
         check_forms(ctx, model, unsharded=(), when="after backward")
+
+
+@case("LIF-11", procs=(1, 2, 4))
+def a_list_of_modules_run_in_part(ctx: Context) -> None:
+    model = ctx.model(Branches())
+    ctx.api.fully_shard(ctx.framework.child(model, "layers.0"), mesh=ctx.mesh())
+    members = [ctx.framework.child(model, path) for path in UNITS[1:]]
+    ctx.api.fully_shard(members, mesh=ctx.mesh())
+    ctx.shard(model)
+    forms: list[dict[str, bool]] = []
+    ctx.framework.on_forward(members[0], after=lambda output: forms.append(ctx.sharded(members[1])))
+    truth: dict[str, Array] = {}
+    for step, use in enumerate(((1,), (1, 2), (2,))):
+        with ctx.framework.no_grad():
+            model(ctx.inputs(Branches(), step=step), use=use)
+        check_forms(ctx, model, unsharded=(), when=f"after a forward of layers {use}")
+        ctx.train(model, ctx.inputs(Branches(), step=step), use=use)
+        check_forms(ctx, model, unsharded=(), when=f"after backward of layers {use}")
+        part = ctx.true_gradients(Branches(), steps=(step,), use=use)
+        truth |= {name: truth.get(name, np.float32(0)) + gradient for name, gradient in part.items()}
+    check_arrays(ctx.gradients(model), truth, what="gradient")
+    check_equal({value for form in forms for value in form.values()}, {False}, what="sharded after the first of two")
 
 
 @case("RSF-08", procs=(1, 2, 4))

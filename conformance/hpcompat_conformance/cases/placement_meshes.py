@@ -121,3 +121,22 @@ def results_that_make_no_sense(ctx: Context) -> None:
 
     with check_raises(ValueError, containing="must use the same FSDPMeshInfo object"):
         ctx.shard(ctx.model(RECIPE), shard_placement_fn=place)
+
+
+@case("PLC-09", procs=(2, 4), requires=("FSDPModule.set_force_sum_reduction_for_comms",), reports=("A32",))
+def a_unit_that_divides_by_all_ranks(ctx: Context) -> None:
+    # As for experts: sharded over few ranks, averaged over all.
+    mesh = ctx.framework.mesh((ctx.world_size // 2, 2), axis_names=("outer", "inner"))
+    inner = tuple(range(ctx.rank - ctx.rank % 2, ctx.rank - ctx.rank % 2 + 2))
+    for factor in (None, float(ctx.world_size), 8.0):
+        model = ctx.model(RECIPE)
+        expert = ctx.api.fully_shard(ctx.framework.child(model, "layers.1"), mesh=mesh["inner"])
+        if factor is not None:
+            expert.set_force_sum_reduction_for_comms(True)
+            expert.set_gradient_divide_factor(factor)
+        ctx.shard(model)
+        ctx.train(model, ctx.inputs(RECIPE))
+        truth = ctx.true_gradients(RECIPE)
+        own = ctx.true_gradients(RECIPE, ranks=inner, divide_by=factor)
+        truth |= {name: gradient for name, gradient in own.items() if name.startswith("layers.1.")}
+        check_arrays(ctx.gradients(model), truth, what=f"gradient with factor {factor}")

@@ -193,6 +193,45 @@ def settings_and_gradients_stay(ctx: Context) -> None:
     check_arrays(ctx.gradients(model), truth, what="gradient with synchronisation off for layers.1")
 
 
+@case("REC-09", procs=(1, 2), reports=("A46",))
+def fifty_times(ctx: Context) -> None:
+    model = ctx.shard(ctx.model(RECIPE), units=UNITS)
+    faults = [Fault(ctx, model, path, in_backward=is_late) for path in ("layers.1", "") for is_late in (False, True)]
+    for attempt in range(48):
+        faults[attempt % 4].strike(model, ctx.inputs(RECIPE, step=attempt))
+        model.reset_iter_state()
+        ctx.framework.zero_grad(model)
+    ctx.train(model, ctx.inputs(RECIPE))
+    check_arrays(ctx.gradients(model), ctx.true_gradients(RECIPE), what="gradient after 48 failures")
+
+
+@case("REC-10", procs=(2, 4), requires=("agree", "FSDPModule.catch_up"), reports=("A42",))
+def one_rank_fails_and_all_drop_the_step(ctx: Context) -> None:
+    batches = (0, 2, 3)
+    clean = trained(ctx, ctx.shard(ctx.model(RECIPE), units=UNITS), RECIPE, steps=batches)
+    for path, in_backward in (("layers.1", False), ("layers.1", True), ("", True)):
+        model = ctx.shard(ctx.model(RECIPE), units=UNITS)
+        fault = Fault(ctx, model, path, in_backward=in_backward)
+
+        def drop_a_step(step: int, model: Any = model, fault: Fault = fault) -> None:
+            if step == 0:
+                start, inputs = model.begin_step(), ctx.inputs(RECIPE, step=1, rough=True)
+                is_well = ctx.rank != ctx.world_size - 1
+                if is_well:
+                    ctx.train(model, inputs)
+                else:
+                    fault.strike(model, inputs)
+                    with model.catch_up(start):
+                        ctx.train(model, ctx.inputs(RECIPE))
+                check_equal(ctx.api.agree(is_well), False, what="what the ranks agree on")
+                model.reset_iter_state()
+                ctx.framework.zero_grad(model)
+
+        found = trained(ctx, model, RECIPE, steps=batches, after_step=drop_a_step)
+        where = "backward" if in_backward else "forward"
+        check_arrays(found, clean, what=f"after a step dropped in {where} of {path or 'the root'}:")
+
+
 def check_all_sharded(ctx: Context, model: Any) -> None:
     """All parameters must be registered in their sharded form."""
     unsharded = [name for name, is_sharded in ctx.sharded(model).items() if not is_sharded]

@@ -94,6 +94,21 @@ def a_factor_while_accumulating(ctx: Context) -> None:
     check_arrays(ctx.gradients(model), ctx.true_gradients(Chain(), steps=range(3)), what="gradient")
 
 
+@case("RED-03", procs=(2, 4), requires=("FSDPModule.set_force_sum_reduction_for_comms",), reports=("A27",))
+def a_factor_that_changes_between_steps(ctx: Context) -> None:
+    model = ctx.shard(ctx.model(Chain()), units=UNITS)
+    for module in (model, *(ctx.framework.child(model, path) for path in UNITS)):
+        # Not every process group multiplies before it adds.
+        module.set_force_sum_reduction_for_comms(True)
+    for step, factor in enumerate((None, 2.0, 16.0)):
+        if factor is not None:
+            set_factor(ctx, model, factor)
+        ctx.framework.zero_grad(model)
+        ctx.train(model, ctx.inputs(Chain(), step=step))
+        truth = ctx.true_gradients(Chain(), steps=(step,), divide_by=factor)
+        check_close(ctx.gradients(model), truth, what=f"gradient with {factor}", tolerance=DIVISION_TOLERANCE)
+
+
 @case("RED-04", procs=(1, 2, 4), reports=("A28", "A33"))
 def a_factor_of_one_is_a_sum(ctx: Context) -> None:
     check_factor(ctx, 1.0, mesh=ctx.mesh(), what="factor 1")

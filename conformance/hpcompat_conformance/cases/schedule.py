@@ -155,6 +155,26 @@ def a_unit_that_backward_does_not_need_is_not_gathered(ctx: Context) -> None:
     check_schedule(ctx, model, expected, recipe=Chain())
 
 
+@case("SCH-11", procs=(2, 4))
+def what_was_prefetched_in_vain_is_dropped(ctx: Context) -> None:
+    plain, model = ctx.model(Chain()), ctx.shard(ctx.model(Chain()), units=UNITS)
+    first, _, third = (ctx.framework.child(model, path) for path in UNITS)
+    first.set_modules_to_backward_prefetch([third])  # which is done by then
+    optimizers = [ctx.framework.optimizer(m, kind="sgd", lr=2.0**-12) for m in (plain, model)]
+    expected = """gather 0, gather 1, gather 2
+                | gather 2, gather 1, reduce 2, gather 0, reduce 1, gather 2, reduce 0"""
+    for step in range(2):
+        for rank in range(ctx.world_size):
+            ctx.train(plain, ctx.inputs(Chain(), step=step, rank=rank), scale=1 / ctx.world_size)
+        with ctx.record() as log:
+            ctx.train(model, ctx.inputs(Chain(), step=step))
+        check_equal(ctx.schedule(log), steps(expected, over=ctx.world_size), what="collectives")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    check_arrays(ctx.values(model), ctx.values(plain), what="value", ulps=4)
+
+
 @case("RSF-01", procs=(2, 4))
 def true_gathers_again(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Chain(own=True)), reshard_after_forward=True)

@@ -200,7 +200,7 @@ class WorldNotes:
     """Implements :class:`hpcompat.core.agreement.Notes`."""
 
     def __init__(self, ranks: tuple[int, ...], rank: Rank) -> None:
-        self.num_steps = 0
+        self.num_contexts = self.num_unanswered = 0
         self.rank = rank.number
         self.others = [number for number in ranks if number != rank.number]
         self._ranks, self._notes = ranks, rank.world.notes

@@ -24,8 +24,9 @@ from hpcompat_mindspore.param import Shown, full_tensor, param_of
 
 
 @dataclass(frozen=True)
-class Gradient:
-    """A gradient and the parameter it belongs to: a shard's tensor does not know where it lies in the whole."""
+class Part:
+    """A gradient or an optimizer state, and the parameter it belongs to: a shard's tensor does not know where it lies
+    in the whole."""
 
     parameter: Parameter
     tensor: Tensor
@@ -35,7 +36,7 @@ class MindSporeFramework:
     """Sharded parameters are plain ones that show the shard."""
 
     name = "mindspore"
-    capabilities = frozenset({"bfloat16", "float16"})
+    capabilities = frozenset({"bfloat16", "float16", "meta device"})
 
     def versions(self) -> Mapping[str, str]:
         return {"mindspore": mindspore.__version__, "numpy": np.__version__}
@@ -43,8 +44,8 @@ class MindSporeFramework:
     def dtype(self, name: str) -> Any:
         return dtype_named(name)
 
-    def dtype_of(self, tensor: Tensor | Gradient) -> str:
-        return dtype_name(tensor.tensor.dtype if isinstance(tensor, Gradient) else tensor.dtype)
+    def dtype_of(self, tensor: Tensor | Part) -> str:
+        return dtype_name(tensor.tensor.dtype if isinstance(tensor, Part) else tensor.dtype)
 
     def tensor(self, array: Array, *, dtype: str | None = None, requires_grad: bool = False) -> Tensor:
         tensor = Tensor(array.copy())
@@ -67,12 +68,29 @@ class MindSporeFramework:
     def model(self, recipe: Recipe, *, seed: int) -> nn.Cell:
         return models.build(recipe, seed=seed)
 
+    def meta_model(self, recipe: Recipe) -> nn.Cell:
+        with mindspore.DeviceCtx("meta"):
+            return models.make(recipe)
+
+    def materialize(self, module: nn.Cell) -> None:
+        module.to_empty(device="CPU")
+
     def child(self, module: nn.Cell, path: str) -> nn.Cell:
         return module.get_sub_cell(path) if path else module
 
     def set_requires_grad(self, module: nn.Cell, value: bool) -> None:
         for parameter in module.get_parameters():
             parameter.requires_grad = value
+
+    def cast(self, module: nn.Cell, dtype: str) -> None:
+        for parameter in module.get_parameters():
+            parameter.set_dtype(dtype_named(dtype))
+
+    def set_value(self, parameter: Parameter, full: Array) -> None:
+        parameter.set_data(Tensor(full.copy()).astype(parameter.dtype))
+
+    def buffers(self, module: nn.Cell) -> Mapping[str, Tensor]:
+        return dict(module.named_buffers())
 
     def parameters(self, module: nn.Cell) -> Mapping[str, Parameter]:
         return dict(module.parameters_and_names())
@@ -87,36 +105,44 @@ class MindSporeFramework:
         param = param_of(parameter)
         return tuple(parameter.shape) if param is None else param.layout.shape
 
-    def is_sharded(self, parameter: Parameter | Gradient) -> bool:
-        is_gradient = isinstance(parameter, Gradient)
-        param = param_of(parameter.parameter if is_gradient else parameter)
+    def is_sharded(self, parameter: Parameter | Part) -> bool:
+        is_part = isinstance(parameter, Part)
+        param = param_of(parameter.parameter if is_part else parameter)
         if param is None or param.mesh_info.shard_mesh_dim is None:
             return False
-        return tuple(parameter.tensor.shape) == param.shard_shape if is_gradient else param.shown is not Shown.WHOLE
+        return tuple(parameter.tensor.shape) == param.shard_shape if is_part else param.shown is not Shown.WHOLE
 
-    def local(self, parameter: Parameter | Gradient) -> Array:
-        if isinstance(parameter, Gradient):
+    def local(self, parameter: Parameter | Part) -> Array:
+        if isinstance(parameter, Part):
             return self.array(parameter.tensor)
         param = param_of(parameter)
         if param is None or param.shown is Shown.WHOLE:
             raise TypeError("expected a sharded or replicated parameter, but got one that was gathered, or a plain one")
         return self.array(parameter)
 
-    def full(self, parameter: Parameter | Gradient) -> Array:
-        if isinstance(parameter, Gradient):
+    def full(self, parameter: Parameter | Part) -> Array:
+        if isinstance(parameter, Part):
             return self.array(full_tensor(parameter.parameter, parameter.tensor))
         return self.array(full_tensor(parameter))
 
-    def gradient(self, parameter: Parameter) -> Gradient | None:
+    def gradient(self, parameter: Parameter) -> Part | None:
         found = gradient_of(parameter)
-        return None if found is None else Gradient(parameter, found)
+        return None if found is None else Part(parameter, found)
+
+    def set_gradient(self, parameter: Parameter, full: Array) -> None:
+        param = param_of(parameter)
+        value = full if param is None else np.ascontiguousarray(param.cut(full))
+        autograd.set_gradient(parameter, Tensor(value.copy()).astype(parameter.dtype))
+
+    def number(self, scalar: Tensor) -> float:
+        return float(scalar.asnumpy())
 
     def loss(self, output: Tensor) -> Tensor:
         wide = output.astype(mindspore.float32)
         return (wide * wide).sum() * 0.5
 
-    def backward(self, loss: Tensor) -> None:
-        autograd.backward(loss)
+    def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
+        autograd.backward(loss, gradient)
 
     def no_grad(self) -> AbstractContextManager[Any]:
         return autograd.no_grad()
@@ -124,10 +150,20 @@ class MindSporeFramework:
     def zero_grad(self, module: nn.Cell) -> None:
         optim.zero_grad(module)
 
-    def optimizer(self, module: nn.Cell, *, kind: str, lr: float) -> Optimizer:
+    def optimizer(
+        self, module: nn.Cell, *, kind: str, lr: float, multi_tensor: bool = False, **options: Any
+    ) -> Optimizer:
+        # These always do as the kernels for many tensors do.
         kinds = {"sgd": optim.SGD, "adamw": optim.AdamW}
-        optimizer: Optimizer = kinds[kind](module.get_parameters(), lr=lr)
+        optimizer: Optimizer = kinds[kind](module.get_parameters(), lr=lr, **options)
         return optimizer
+
+    def optimizer_state(self, optimizer: Any, parameter: Parameter) -> Mapping[str, Any]:
+        state = optim.optimizer_state(optimizer, parameter)
+        return {name: Part(parameter, value) if value.shape else value for name, value in state.items()}
+
+    def load_optimizer_state(self, optimizer: Any, values: Sequence[Mapping[str, Array]]) -> None:
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(values))})
 
     def collectives(self) -> AbstractContextManager[list[Collective]]:
         return collectives.record()

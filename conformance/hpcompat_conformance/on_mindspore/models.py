@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from hpcompat_conformance.on_mindspore.names import dtype_name
-from hpcompat_conformance.recipes import Branches, Chain, Probe, Recipe, Tied
+from hpcompat_conformance.recipes import Branches, Buffered, Chain, Hidden, Packed, Probe, Recipe, Tied
 from hpcompat_conformance.values import parameter_values
 from hpcompat_mindspore.gradients import make_gradient_own
 from hpcompat_mindspore.tensors import HOST
@@ -113,6 +113,33 @@ class ProbeModel(nn.Cell):
         return self.layers[0](x.astype(weight.dtype))
 
 
+class PackedModel(nn.Cell):
+    """See `recipes.Packed`."""
+
+    def __init__(self, recipe: Packed) -> None:
+        super().__init__()
+        self.layers = nn.CellList([Linear(recipe.width, recipe.width) for _ in range(2)])
+        self.form = recipe.form
+
+    def construct(self, x: Tensor) -> Any:
+        first = _relu(self.layers[0](x))
+        last = self.layers[1](first)
+        return Hidden(last, first * 2) if self.form == "object" else {"last": last, "more": (3, [first * 2])}
+
+
+class BufferedModel(nn.Cell):
+    """See `recipes.Buffered`."""
+
+    def __init__(self, recipe: Buffered) -> None:
+        super().__init__()
+        self.layers = nn.CellList([Linear(recipe.width, recipe.width)])
+        self.register_buffer("offset", Tensor(np.array(recipe.offset, np.float32)))
+        self.register_buffer("count", Tensor(np.array([3], np.int32)))
+
+    def construct(self, x: Tensor) -> Tensor:
+        return self.layers[0](x).astype(mindspore.float32) + self.offset
+
+
 def _relu(x: Tensor) -> Tensor:
     return ops.relu(x.astype(mindspore.float32)).astype(x.dtype) if x.dtype == mindspore.bfloat16 else ops.relu(x)
 
@@ -128,12 +155,19 @@ _MODELS: dict[type, Callable[[Any], nn.Cell]] = {
     Branches: BranchesModel,
     Tied: TiedModel,
     Probe: ProbeModel,
+    Packed: PackedModel,
+    Buffered: BufferedModel,
 }
+
+
+def make(recipe: Recipe) -> nn.Cell:
+    """The cell in float32, on the device that MindSpore makes tensors on."""
+    return _MODELS[type(recipe)](recipe)
 
 
 def build(recipe: Recipe, *, seed: int) -> nn.Cell:
     """The cell, in float32. Backwards may add up in its gradients, which the engine alone does not do rightly."""
-    model = _MODELS[type(recipe)](recipe)
+    model = make(recipe)
     for name, parameter in model.parameters_and_names():
         parameter.set_data(Tensor(parameter_values(name, parameter.shape, seed=seed)))
         make_gradient_own(parameter, HOST)

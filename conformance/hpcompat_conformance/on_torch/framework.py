@@ -23,7 +23,7 @@ class TorchFramework:
     """Distributed parameters are DTensors."""
 
     name = "torch"
-    capabilities = frozenset({"bfloat16", "float16"})
+    capabilities = frozenset({"bfloat16", "float16", "meta device"})
 
     def versions(self) -> Mapping[str, str]:
         return {"torch": torch.__version__, "numpy": np.__version__}
@@ -56,11 +56,29 @@ class TorchFramework:
     def model(self, recipe: Recipe, *, seed: int) -> nn.Module:
         return models.build(recipe, seed=seed)
 
+    def meta_model(self, recipe: Recipe) -> nn.Module:
+        with torch.device("meta"):
+            return models.make(recipe)
+
+    def materialize(self, module: nn.Module) -> None:
+        module.to_empty(device="cpu")
+
     def child(self, module: nn.Module, path: str) -> nn.Module:
         return module.get_submodule(path)
 
     def set_requires_grad(self, module: nn.Module, value: bool) -> None:
         module.requires_grad_(value)
+
+    def cast(self, module: nn.Module, dtype: str) -> None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype_named(dtype))
+
+    def set_value(self, parameter: nn.Parameter, full: Array) -> None:
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(full.copy()))
+
+    def buffers(self, module: nn.Module) -> Mapping[str, torch.Tensor]:
+        return dict(module.named_buffers())
 
     def parameters(self, module: nn.Module) -> Mapping[str, nn.Parameter]:
         return dict(module.named_parameters())
@@ -93,11 +111,17 @@ class TorchFramework:
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.grad
 
+    def set_gradient(self, parameter: nn.Parameter, full: Array) -> None:
+        parameter.grad = _like(parameter, full, dtype=parameter.dtype)
+
+    def number(self, scalar: torch.Tensor) -> float:
+        return float(scalar.full_tensor() if isinstance(scalar, DTensor) else scalar)
+
     def loss(self, output: torch.Tensor) -> torch.Tensor:
         return output.float().square().sum() * 0.5
 
-    def backward(self, loss: torch.Tensor) -> None:
-        torch.autograd.backward(loss)
+    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        torch.autograd.backward(loss, gradient)
 
     def no_grad(self) -> AbstractContextManager[Any]:
         return torch.no_grad()
@@ -105,10 +129,26 @@ class TorchFramework:
     def zero_grad(self, module: nn.Module) -> None:
         module.zero_grad(set_to_none=True)
 
-    def optimizer(self, module: nn.Module, *, kind: str, lr: float) -> Optimizer:
+    def optimizer(
+        self, module: nn.Module, *, kind: str, lr: float, multi_tensor: bool = False, **options: Any
+    ) -> Optimizer:
         kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
-        optimizer: Optimizer = kinds[kind](module.parameters(), lr=lr)
+        foreach = True if multi_tensor else None
+        optimizer: Optimizer = kinds[kind](module.parameters(), lr=lr, foreach=foreach, **options)
         return optimizer
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
+        return optimizer.state.get(parameter, {})
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, values: Sequence[Mapping[str, Array]]) -> None:
+        content = optimizer.state_dict()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, (parameter, state) in enumerate(zip(parameters, values, strict=True)):
+            content["state"][index] = {
+                name: _like(parameter, value) if value.ndim else torch.tensor(float(value))
+                for name, value in state.items()
+            }
+        optimizer.load_state_dict(content)
 
     def collectives(self) -> AbstractContextManager[list[Collective]]:
         return collectives.record()
@@ -141,3 +181,12 @@ class TorchFramework:
 
     def scale(self, tensor: torch.Tensor, factor: float) -> None:
         tensor.mul_(factor)
+
+
+def _like(parameter: torch.Tensor, full: Array, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A global value in the form of a parameter."""
+    whole = torch.from_numpy(full.copy()).to(dtype)
+    if not isinstance(parameter, DTensor):
+        return whole
+    # Without a source rank each rank cuts its part out of its own copy.
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hpcompat_conformance.on_torch.names import dtype_name
-from hpcompat_conformance.recipes import Branches, Chain, Probe, Recipe, Tied
+from hpcompat_conformance.recipes import Branches, Buffered, Chain, Hidden, Packed, Probe, Recipe, Tied
 from hpcompat_conformance.values import parameter_values
 
 
@@ -77,17 +77,51 @@ class ProbeModel(nn.Module):
         return self.layers[0](x.to(weight.dtype))
 
 
+class PackedModel(nn.Module):
+    """See `recipes.Packed`."""
+
+    def __init__(self, recipe: Packed) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(recipe.width, recipe.width) for _ in range(2))
+        self.form = recipe.form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first = torch.relu(self.layers[0](x))
+        last = self.layers[1](first)
+        return Hidden(last, first * 2) if self.form == "object" else {"last": last, "more": (3, [first * 2])}
+
+
+class BufferedModel(nn.Module):
+    """See `recipes.Buffered`."""
+
+    def __init__(self, recipe: Buffered) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(recipe.width, recipe.width)])
+        self.register_buffer("offset", torch.tensor(recipe.offset))
+        self.register_buffer("count", torch.tensor([3], dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x) + self.offset
+
+
 _MODELS: dict[type, Callable[[Any], nn.Module]] = {
     Chain: ChainModel,
     Branches: BranchesModel,
     Tied: TiedModel,
     Probe: ProbeModel,
+    Packed: PackedModel,
+    Buffered: BufferedModel,
 }
+
+
+def make(recipe: Recipe) -> nn.Module:
+    """The module in float32, on torch's default device."""
+    return _MODELS[type(recipe)](recipe)
 
 
 def build(recipe: Recipe, *, seed: int) -> nn.Module:
     """The module, on the CPU in float32."""
-    model = _MODELS[type(recipe)](recipe)
+    model = make(recipe)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(parameter_values(name, parameter.shape, seed=seed)))

@@ -1,0 +1,153 @@
+"""Values and optimizer states that leave a sharded model and come back, also to other meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hpcompat_conformance.case import case
+from hpcompat_conformance.cases.optimizer import states_in_order
+from hpcompat_conformance.checks import check, check_arrays, check_close, check_equal, check_raises
+from hpcompat_conformance.framework import Array
+from hpcompat_conformance.recipes import Buffered, Chain
+from hpcompat_conformance.run_context import Context
+
+UNITS = ("layers.0", "layers.1", "layers.2")
+UNEVEN = Chain(sizes=(4, 6, 7, 3), own=True)
+
+
+@case("SDT-04", procs=(1, 2, 4))
+def a_state_dict_follows_training(ctx: Context) -> None:
+    model = ctx.shard(ctx.model(UNEVEN), units=UNITS)
+    state = ctx.framework.state_dict(model)
+    before = {name: ctx.framework.full(value) for name, value in state.items()}
+    optimizer = ctx.framework.optimizer(model, kind="sgd", lr=0.125)
+    for step in range(2):
+        ctx.train(model, ctx.inputs(UNEVEN, step=step))
+        ctx.optimizer_step(optimizer)
+        optimizer.zero_grad()
+    values = ctx.values(model)
+    check_arrays({name: ctx.framework.full(value) for name, value in state.items()}, values, what="value in the dict")
+    check(any((values[name] != before[name]).any() for name in values), "expected training to change values")
+
+
+def step_of(ctx: Context, model: Any, optimizer: Any, *, step: int) -> None:
+    """The same batch on all ranks, so that the mesh does not matter."""
+    ctx.train(model, ctx.inputs(UNEVEN, step=step, rank=0))
+    ctx.optimizer_step(optimizer)
+    optimizer.zero_grad()
+
+
+def everything(ctx: Context, model: Any, optimizer: Any) -> dict[str, Array]:
+    """Values and states."""
+    return {f"value of {name}": value for name, value in ctx.values(model).items()} | ctx.states(model, optimizer)
+
+
+def adamw(ctx: Context, model: Any) -> Any:
+    """Of a rate that leaves the numbers small."""
+    return ctx.framework.optimizer(model, kind="adamw", lr=2.0**-6)
+
+
+@case("SDT-05", procs=(1, 2, 4), reports=("A52", "A89", "A90"))
+def from_mesh_to_mesh(ctx: Context) -> None:
+    sizes = [size for size in (1, 2, 4) if ctx.world_size % size == 0]
+    for source in sizes:
+        first = ctx.shard(ctx.model(UNEVEN), units=UNITS, mesh=ctx.mesh_2d(source))
+        optimizer = adamw(ctx, first)
+        for step in range(2):
+            step_of(ctx, first, optimizer, step=step)
+        values, states = ctx.values(first), states_in_order(ctx, first, optimizer)
+        step_of(ctx, first, optimizer, step=2)
+        expected = everything(ctx, first, optimizer)
+        for target in sizes:
+            second = ctx.shard(ctx.framework.model(UNEVEN, seed=ctx.seed + 1), mesh=ctx.mesh_2d(target))
+            ctx.framework.load_state_dict(second, values)
+            other = adamw(ctx, second)
+            ctx.framework.load_optimizer_state(other, states)
+            step_of(ctx, second, other, step=2)
+            what = f"from {ctx.world_size // source} shards to {ctx.world_size // target}, after one more step:"
+            check_close(everything(ctx, second, other), expected, what=what, tolerance=1e-6)
+
+
+@case("SDT-06", procs=(1, 2, 4), requires=("bfloat16",), reports=("A90", "A94"))
+def a_round_trip(ctx: Context) -> None:
+    for dtype in ("float32", "bfloat16"):
+        models = [ctx.shard(ctx.model(Chain(sizes=(8, 8, 8)), dtype=dtype)) for _ in range(2)]
+        optimizers = [adamw(ctx, model) for model in models]
+        random = np.random.default_rng(ctx.seed)
+        for _ in range(3):
+            for parameter in ctx.framework.parameters(models[0]).values():
+                gradient = random.normal(0, 1, ctx.framework.shape(parameter)).astype(np.float32)
+                ctx.framework.set_gradient(parameter, gradient)
+            ctx.optimizer_step(optimizers[0])
+        expected = everything(ctx, models[0], optimizers[0])
+        check_equal(len(expected), 4 * 4, what="number of values and states")
+        ctx.framework.load_state_dict(models[1], ctx.values(models[0]))
+        ctx.framework.load_optimizer_state(optimizers[1], states_in_order(ctx, models[0], optimizers[0]))
+        check_arrays(everything(ctx, models[1], optimizers[1]), expected, what=f"{dtype} after a round trip:")
+
+
+@case("SDT-07", procs=(1, 2, 4))
+def values_of_another_shape(ctx: Context) -> None:
+    model = ctx.shard(ctx.model(UNEVEN), units=UNITS)
+    before = ctx.values(model)
+    wrong = before | {"layers.1.weight": np.zeros((5, 6), dtype=np.float32)}
+    try:
+        ctx.framework.load_state_dict(model, wrong)
+    except (ValueError, RuntimeError) as error:
+        check("layers.1.weight" in str(error) or "shape" in str(error), f"expected the name, but got {error!r}")
+    else:
+        check(False, "expected a value of another shape to be refused, but it was loaded")
+    check_arrays(
+        {"layers.1.weight": ctx.values(model)["layers.1.weight"]},
+        {"layers.1.weight": before["layers.1.weight"]},
+        what="value after the refusal",
+    )
+
+
+@case("SDT-08", procs=(1, 2, 4), requires=("bfloat16",), reports=("A67",))
+def buffers(ctx: Context) -> None:
+    recipe = Buffered()
+    expected = {"offset": np.array(recipe.offset, dtype=np.float32), "count": np.array([3], dtype=np.int32)}
+    policy = ctx.policy(param_dtype="bfloat16", reduce_dtype="float32")
+    for mp_policy in (ctx.policy(), policy):
+        model = ctx.shard(ctx.model(recipe), mp_policy=mp_policy)
+        for _ in range(2):
+            output = model(ctx.inputs(recipe))
+            found = {name: ctx.framework.array(value) for name, value in ctx.framework.buffers(model).items()}
+            check_arrays(found, expected, what=f"buffer with {mp_policy}")
+            ctx.framework.backward(ctx.framework.loss(output))
+        state = ctx.framework.state_dict(model)
+        kept = {name: ctx.framework.array(state[name]) for name in expected}
+        check_arrays(kept, expected, what=f"buffer in the state dict with {mp_policy}")
+
+
+@case("SDT-09", procs=(1, 2, 4), requires=("full_tensor",), reports=("A92",))
+def whole_values_as_plain_tensors(ctx: Context) -> None:
+    truth, values = ctx.true_gradients(UNEVEN), ctx.values(ctx.model(UNEVEN))
+    model = ctx.shard(ctx.model(UNEVEN), units=UNITS)
+    ctx.train(model, ctx.inputs(UNEVEN))
+    for name, parameter in ctx.framework.parameters(model).items():
+        whole = ctx.api.full_tensor(parameter)
+        check_arrays({name: ctx.framework.array(whole)}, {name: values[name]}, what="whole value")
+        gradient = ctx.api.full_tensor(parameter, parameter.grad)
+        check_arrays({name: ctx.framework.array(gradient)}, {name: truth[name]}, what="whole gradient")
+
+
+@case("SDT-10", procs=(1, 2, 4), requires=("meta device",), reports=("A97",))
+def from_the_meta_device(ctx: Context) -> None:
+    values = ctx.values(ctx.model(UNEVEN))
+    model = ctx.shard(ctx.framework.meta_model(UNEVEN), units=UNITS)
+    with check_raises(RuntimeError, containing="materialized from meta device"):
+        model(ctx.inputs(UNEVEN))
+    model = ctx.shard(ctx.framework.meta_model(UNEVEN), units=UNITS)
+    ctx.framework.materialize(model)
+    ctx.framework.load_state_dict(model, values)
+    check_equal(set(ctx.sharded(model).values()), {True}, what="sharded after loading")
+    check_arrays(ctx.values(model), values, what="value after loading")
+    for step in range(2):
+        ctx.framework.zero_grad(model)
+        ctx.train(model, ctx.inputs(UNEVEN, step=step))
+        truth = ctx.true_gradients(UNEVEN, steps=(step,))
+        check_arrays(ctx.gradients(model), truth, what=f"gradient of step {step}")

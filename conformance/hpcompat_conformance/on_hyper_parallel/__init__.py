@@ -1,0 +1,1 @@
+"""hyper-parallel's public code as the cases see it: its own meshes, placements and distributed tensors."""
