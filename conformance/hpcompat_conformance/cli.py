@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace, *, console: Console) -> int:
     if args.list:
         cases = planning.selected(args, known=all_cases())
         console.print(_listing(cases, version=args.spec))
-        console.print(report.coverage_text(cases, version=args.spec), highlight=False, soft_wrap=True)
+        console.print(report.coverage_text(all_cases(), version=args.spec), highlight=False, soft_wrap=True)
         return 0
     if args.spec_page is not None:
         args.spec_page.write_text(rendering.spec_page(args.spec), encoding="utf-8")
@@ -116,7 +116,7 @@ def _run_all(args: argparse.Namespace, *, console: Console) -> Document:
             runs.append(replace(runner.run(plan, listener=progress), origin=origin))
     for one in runs:
         console.print(report.summary_table(one))
-    console.print(report.coverage_text(plans[0].cases, version=args.spec), highlight=False, soft_wrap=True)
+    console.print(report.coverage_text(known, version=args.spec), highlight=False, soft_wrap=True)
     return Document(runs, planning.stale(plans, runs=runs, known=known))
 
 

@@ -121,7 +121,7 @@ def slowest_table(runs: Sequence[Run]) -> Table:
 
 
 def coverage_text(cases: Sequence[Case], *, version: str = spec.VERSION) -> str:
-    """How many clauses the spec has, how many of these cases, and how they are spread."""
+    """How many clauses the spec has, how many cases there are for them, and how they are spread."""
     clauses = spec.clauses(version)
     counts = Counter(case.clause for case in cases if case.clause in clauses)
     without = [identity for identity in clauses if not counts[identity]]

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, nn
 
 from hpcompat.core.states import ShardedState, TrainingState
 from hpcompat.errors import CapabilityError
@@ -28,7 +27,7 @@ from hpcompat_mindspore import autograd, collectives, gradients
 from hpcompat_mindspore.autograd import executor
 from hpcompat_mindspore.collectives import GatherInFlight, ReductionInFlight
 from hpcompat_mindspore.communicator import progress
-from hpcompat_mindspore.param import ShardedParam, Shown
+from hpcompat_mindspore.param import ShardedParam, Shown, places_of
 from hpcompat_mindspore.tensors import Buffer, is_floating, memory_of, numpy_dtype
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class GroupTensors:
         self._spec = spec
         self._device: str = spec.device
         self._memory = memory_of(spec.device)
-        places = _places_of(spec.parameters, spec.modules)
+        places = places_of(spec.parameters, spec.modules)
         self.params = [
             ShardedParam(
                 parameter,
@@ -289,16 +288,3 @@ def _empty_queue() -> None:
     """[Note: queued operations]"""
     progress()
     executor.sync()
-
-
-def _places_of(
-    parameters: Sequence[Parameter], modules: Sequence[nn.Cell]
-) -> dict[Parameter, list[tuple[nn.Cell, str]]]:
-    """Every (cell, attribute) below ``modules`` that holds one of ``parameters``, shared cells included once."""
-    places: dict[Parameter, list[tuple[nn.Cell, str]]] = {parameter: [] for parameter in parameters}
-    cells = dict.fromkeys(cell for root in modules for _, cell in root.cells_and_names())
-    for cell in cells:
-        for attribute, parameter in cell._params.items():
-            if parameter is not None and parameter in places:
-                places[parameter].append((cell, attribute))
-    return places

@@ -11,6 +11,7 @@ parameter's shapes and places.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from enum import Enum, auto
 from math import prod
 from typing import Any
@@ -282,3 +283,16 @@ def _check_shardable(parameter: Parameter, name: str, layout: ShardLayout) -> No
             f"FSDP does not support uneven sharding on dim {layout.dim}, but got {name!r} of shape {layout.shape} "
             f"(world size: {layout.world_size}); shard it on dim 0, where any size works"
         )
+
+
+def places_of(
+    parameters: Sequence[Parameter], modules: Sequence[nn.Cell]
+) -> dict[Parameter, list[tuple[nn.Cell, str]]]:
+    """Every (cell, attribute) below ``modules`` that holds one of ``parameters``, shared cells included once."""
+    places: dict[Parameter, list[tuple[nn.Cell, str]]] = {parameter: [] for parameter in parameters}
+    cells = dict.fromkeys(cell for root in modules for _, cell in root.cells_and_names())
+    for cell in cells:
+        for attribute, parameter in cell._params.items():
+            if parameter is not None and parameter in places:
+                places[parameter].append((cell, attribute))
+    return places

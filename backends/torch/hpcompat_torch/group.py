@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor import DTensor
 
-from hpcompat.core.layout import ShardLayout, align_up, contiguous_strides, offsets
+from hpcompat.core.layout import align_up, contiguous_strides, offsets
 from hpcompat.core.states import ShardedState
 from hpcompat_torch import gradients
 from hpcompat_torch import tensors as t
 from hpcompat_torch.collectives import GatherInFlight, ReductionInFlight, begin_gather
 from hpcompat_torch.mesh import spec_with_dtype
-from hpcompat_torch.param import REPLACED, ShardedParam, make_dtensor
+from hpcompat_torch.param import REPLACED, ShardedParam, make_dtensor, places_of, post_forward_param
 from hpcompat_torch.streams import has_streams, on_stream
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class GroupTensors:
         policy = spec.offload_policy
         self._offloads = type(policy).__name__ == "CPUOffloadPolicy"
         self._pin_memory = self._offloads and bool(policy.pin_memory)  # type: ignore[attr-defined]
-        places = _places_of(spec.parameters, spec.modules)
+        places = places_of(spec.parameters, spec.modules)
         self.params = [
             ShardedParam(
                 parameter, places=places[parameter], mesh_info=spec.mesh_info, placement=placement, device=spec.device
@@ -350,7 +349,7 @@ class GroupTensors:
             kept = total[rank * size : (rank + 1) * size]
             piece[: kept.numel()].copy_(kept)
             param.post_forward_data = piece
-            param.post_forward_param = param.stand_in(_post_forward_param(param, piece, mesh_info))
+            param.post_forward_param = param.stand_in(post_forward_param(param, piece, mesh_info))
         for param in self.params:
             assert param.post_forward_param is not None
             param.register(param.post_forward_param)
@@ -397,27 +396,3 @@ def _interleave(column: torch.Tensor, param: ShardedParam, *, out: torch.Tensor)
     before, chunk, after = prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :])
     pieces = column.view(param.world_size, before, chunk, after)
     out.view(before, param.world_size, chunk, after).copy_(pieces.transpose(0, 1))
-
-
-def _post_forward_param(param: ShardedParam, piece: torch.Tensor, mesh_info: FSDPMeshInfo) -> nn.Parameter:
-    layout = ShardLayout(param.layout.shape, 0, mesh_info.shard_mesh_size)
-    shape = layout.shard_shape(mesh_info.shard_mesh_rank)
-    local = torch.as_strided(piece, shape, contiguous_strides(shape))
-    meta = param.spec.sharded.tensor_meta
-    spec = DTensorSpec(mesh_info.mesh, (Replicate(), Shard(0)), tensor_meta=meta)
-    return nn.Parameter(
-        make_dtensor(local, spec_with_dtype(spec, local.dtype)), requires_grad=param.sharded_param.requires_grad
-    )
-
-
-def _places_of(
-    parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]
-) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Every (module, attribute) below ``modules`` that holds one of ``parameters``, shared modules included once."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {parameter: [] for parameter in parameters}
-    for root in modules:
-        for module in root.modules():
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None and parameter in places and (module, attribute) not in places[parameter]:
-                    places[parameter].append((module, attribute))
-    return places

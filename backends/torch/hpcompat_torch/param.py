@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from hpcompat.core.layout import ShardLayout, contiguous_strides
 from hpcompat.errors import UserError
-from hpcompat.mesh import DataParallelMeshInfo, shard_rank, shard_world_size
+from hpcompat.mesh import DataParallelMeshInfo, FSDPMeshInfo, shard_rank, shard_world_size
 from hpcompat.placement import is_shard
 from hpcompat_torch.mesh import sharding_spec, spec_with_dtype
 
@@ -292,3 +293,27 @@ def _check_shardable(local: torch.Tensor, name: str, layout: ShardLayout) -> Non
             f"FSDP does not support uneven sharding on dim {layout.dim}, but got {name!r} of shape {layout.shape} "
             f"(world size: {layout.world_size}); shard it on dim 0, where any size works"
         )
+
+
+def post_forward_param(param: ShardedParam, piece: torch.Tensor, mesh_info: FSDPMeshInfo) -> nn.Parameter:
+    layout = ShardLayout(param.layout.shape, 0, mesh_info.shard_mesh_size)
+    shape = layout.shard_shape(mesh_info.shard_mesh_rank)
+    local = torch.as_strided(piece, shape, contiguous_strides(shape))
+    meta = param.spec.sharded.tensor_meta
+    spec = DTensorSpec(mesh_info.mesh, (Replicate(), Shard(0)), tensor_meta=meta)
+    return nn.Parameter(
+        make_dtensor(local, spec_with_dtype(spec, local.dtype)), requires_grad=param.sharded_param.requires_grad
+    )
+
+
+def places_of(
+    parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]
+) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Every (module, attribute) below ``modules`` that holds one of ``parameters``, shared modules included once."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {parameter: [] for parameter in parameters}
+    for root in modules:
+        for module in root.modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None and parameter in places and (module, attribute) not in places[parameter]:
+                    places[parameter].append((module, attribute))
+    return places
