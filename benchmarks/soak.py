@@ -5,7 +5,8 @@
 
 The decoder and the training step are those of `examples/train_decoder.py`. After a warm-up, in which caches fill,
 handles, threads and live objects must stay the same in number and resident memory within an allowance: see README.md.
-`--leak` plants a leak, to see that it is found. The exit code is 1 if anything grew on any rank.
+`--leak` plants a leak, to see that it is found; `--unsharded` shows what the framework keeps by itself. The exit code
+is 1 if anything grew on any rank.
 """
 
 from __future__ import annotations
@@ -128,17 +129,27 @@ def train(options: Options, arguments: argparse.Namespace) -> dict[int, tuple[Co
     framework = load_framework(options.backend)
     job = train_decoder.Job(options, framework, Corpus(standard_library_text(), seq_len=options.seq_len, seed=0))
     model = framework.build_model(options)
-    train_decoder.shard_model(job, model)
+    step_model = step_unsharded if arguments.unsharded else train_decoder.train_step
+    if not arguments.unsharded:
+        train_decoder.shard_model(job, model)
     optimizer = hpcompat.optim.AdamW(hpcompat.parameters(model), lr=options.lr)
     looks = {}
     count(options.backend)  # what counting itself takes for good
     for step in range(1, arguments.steps + 1):
-        train_decoder.train_step(job, model, optimizer, step=step)
+        step_model(job, model, optimizer, step=step)
         if arguments.leak:
             _kept.append(LEAKS[arguments.leak]())
         if step in (1, arguments.warm_up, arguments.steps):
             looks[step] = count(options.backend)
     return looks
+
+
+def step_unsharded(job: train_decoder.Job, model: Any, optimizer: Any, *, step: int) -> None:
+    hpcompat.zero_grad(optimizer)
+    inputs, targets = train_decoder.load_batch(job, step)
+    hpcompat.backward(job.framework.cross_entropy(model(inputs), targets))
+    hpcompat.clip_grad_norm_(hpcompat.parameters(model), job.options.clip)
+    hpcompat.optimizer_step(optimizer)
 
 
 def judge(looks: dict[int, tuple[Counts, Counter[str]]], arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -186,6 +197,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--warm-up", type=int, help="steps before the first look; default: a fifth")
     parser.add_argument("--leak", choices=LEAKS, help="plant a leak in every step")
+    parser.add_argument("--unsharded", action="store_true", help="each rank trains the whole model by itself")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
     arguments = parser.parse_args()
     if arguments.warm_up is None:
@@ -208,7 +220,8 @@ def main() -> NoReturn:
         row["grew"] = any(row["grew"])
     num_ranks = hpcompat.get_world_size()
     if hpcompat.get_rank() == 0:
-        title = f"{arguments.steps} steps of a decoder in {backend}, {num_ranks} ranks"
+        kind = "an unsharded" if arguments.unsharded else "a"
+        title = f"{arguments.steps} steps of {kind} decoder in {backend}, {num_ranks} ranks"
         console = Console()
         if not console.is_terminal or console.is_dumb_terminal:
             console.width = WIDTH_OF_FILES
