@@ -47,7 +47,7 @@ def test_a_death_while_the_other_waits_for_its_data(pair: WorkerPool, job: str, 
 
 
 def test_ranks_that_wait_for_each_other(pair: WorkerPool) -> None:
-    caught = failure(pair, JobTimeout, "wait_in_different_collectives", deadline=10.0)
+    caught = failure(pair, JobTimeout, "wait_in_different_collectives", deadline=5.0)
     assert sorted(caught.value.stacks) == [0, 1]
     assert all("in wait_in_different_collectives" in stacks for stacks in caught.value.stacks.values())
 
