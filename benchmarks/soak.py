@@ -53,9 +53,9 @@ def count(backend: str) -> tuple[Counts, Counter[str]]:
     """Of this process; and how many objects of each of hpcompat's classes are alive."""
     resident = resident_kib()  # first: the list of all objects takes some megabytes itself
     if backend == "torch":
-        from hpcompat_torch.distributed import _let_gloo_threads_rest
+        from hpcompat_torch.distributed import let_gloo_threads_rest
 
-        _let_gloo_threads_rest()  # a thread of gloo may still hold the last tensor
+        let_gloo_threads_rest()  # a thread of gloo may still hold the last tensor
     gc.collect()
     objects = gc.get_objects()
     # By type(), not isinstance: weak proxies among the objects may be dead.

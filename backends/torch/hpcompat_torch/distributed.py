@@ -69,10 +69,10 @@ def destroy_process_group() -> None:
     global _timeout
     _timeout = None
     dist.destroy_process_group()
-    _let_gloo_threads_rest()
+    let_gloo_threads_rest()
 
 
-def _let_gloo_threads_rest() -> None:
+def let_gloo_threads_rest() -> None:
     """Wait until no thread of gloo is still letting go of its last tensors; a second at most.
 
     Groups outlive the call above, as meshes hold them, and so do their threads. One that frees a tensor while the

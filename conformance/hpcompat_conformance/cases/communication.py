@@ -14,6 +14,7 @@ from hpcompat_conformance.framework import Array
 from hpcompat_conformance.recipes import Chain
 from hpcompat_conformance.run_context import Context, padded_elements
 from hpcompat_conformance.training import trained
+from hpcompat_conformance.two_meshes import shard_on_two_meshes
 
 UNITS = ("layers.0", "layers.1", "layers.2")
 UNEVEN = Chain(sizes=(4, 7, 5, 3), own=True)
@@ -150,21 +151,9 @@ def asynchronous_only_by_hand(ctx: Context) -> None:
     check_equal({call["async_op"] for call in gather.calls[2:]}, {False}, what="async_op in forward and backward")
 
 
-def two_meshes(ctx: Context, model: Any) -> Any:
-    """Wrap in one unit whose biases are sharded over an axis of their own; gives the module."""
-    mesh = ctx.framework.mesh((ctx.world_size // 2, 2), axis_names=("outer", "inner"))
-    infos = [ctx.api.FSDPMeshInfo(part, shard_mesh_dim=0) for part in (mesh["outer"], mesh["inner"])]
-
-    def place(parameter: Any) -> Any:
-        is_bias = len(ctx.framework.shape(parameter)) == 1
-        return ctx.api.ShardPlacementResult(ctx.framework.shard(0), infos[is_bias])
-
-    return ctx.shard(model, mesh=ctx.mesh(), shard_placement_fn=place)
-
-
 @case("COM-06", procs=(2, 4), requires=(*CUSTOM, *HOOK, "ShardPlacementResult"))
 def refused_with_several_meshes(ctx: Context) -> None:
-    model = two_meshes(ctx, ctx.model(UNEVEN))
+    model = shard_on_two_meshes(ctx, ctx.model(UNEVEN))
     for setter, argument in (
         (model.set_custom_all_gather, ForwardingAllGather(ctx.framework)),
         (model.set_custom_reduce_scatter, ForwardingReduceScatter(ctx.framework)),

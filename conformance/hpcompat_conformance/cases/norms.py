@@ -14,6 +14,7 @@ from hpcompat_conformance.checks import check, check_arrays, check_close, check_
 from hpcompat_conformance.framework import Array
 from hpcompat_conformance.recipes import Branches, Chain, Tied
 from hpcompat_conformance.run_context import Context
+from hpcompat_conformance.two_meshes import shard_on_two_meshes
 
 UNITS = ("layers.0", "layers.1", "layers.2")
 RECIPE = Chain(sizes=(4, 7, 5, 1), own=True)  # uneven, with empty parts
@@ -126,14 +127,7 @@ def replicated_parameters(ctx: Context) -> None:
 
 @case("NRM-05", procs=(2, 4), requires=(*CLIP, "ShardPlacementResult", "FSDPMeshInfo"), reports=("A21",))
 def parameters_on_two_meshes(ctx: Context) -> None:
-    mesh = ctx.framework.mesh((ctx.world_size // 2, 2), axis_names=("outer", "inner"))
-    outer, inner = (ctx.api.FSDPMeshInfo(mesh[name], shard_mesh_dim=0) for name in ("outer", "inner"))
-
-    def place(parameter: Any) -> Any:
-        info = outer if len(ctx.framework.shape(parameter)) == 2 else inner
-        return ctx.api.ShardPlacementResult(ctx.framework.shard(0), info)
-
-    model = ctx.shard(ctx.model(RECIPE), shard_placement_fn=place)
+    model = shard_on_two_meshes(ctx, ctx.model(RECIPE))
     # Each mesh averages over its own ranks: the same batch on all.
     ctx.train(model, ctx.inputs(RECIPE, rank=0))
     check_clipping(ctx, model, ctx.true_gradients(RECIPE, ranks=(0,)), what="on two meshes")

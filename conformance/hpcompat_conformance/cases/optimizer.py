@@ -15,6 +15,7 @@ from hpcompat_conformance.checks import check, check_arrays, check_equal
 from hpcompat_conformance.framework import Array
 from hpcompat_conformance.recipes import Branches, Chain
 from hpcompat_conformance.run_context import Context
+from hpcompat_conformance.two_meshes import shard_on_two_meshes
 
 UNITS = ("layers.0", "layers.1", "layers.2")
 RECIPE = Chain(own=True)
@@ -72,26 +73,18 @@ def sharded_and_replicated_parameters(ctx: Context) -> None:
         take_steps(ctx, ctx.model(RECIPE), model, multi_tensor=multi_tensor, what=what)
 
 
-def on_two_meshes(ctx: Context) -> Any:
-    """Weights on the outer axis of a mesh, the rest on the inner one."""
-    mesh = ctx.framework.mesh((ctx.world_size // 2, 2), axis_names=("outer", "inner"))
-    outer, inner = (ctx.api.FSDPMeshInfo(mesh[name], shard_mesh_dim=0) for name in ("outer", "inner"))
-
-    def place(parameter: Any) -> Any:
-        info = outer if len(ctx.framework.shape(parameter)) == 2 else inner
-        return ctx.api.ShardPlacementResult(ctx.framework.shard(0), info)
-
-    return ctx.shard(ctx.model(RECIPE), shard_placement_fn=place)
-
-
 @case("OPT-02", procs=(2, 4), requires=MESHES, reports=("A04",))
 def parameters_on_two_meshes(ctx: Context) -> None:
-    take_steps(ctx, ctx.model(RECIPE), on_two_meshes(ctx), multi_tensor=False, what="one by one")
+    take_steps(
+        ctx, ctx.model(RECIPE), shard_on_two_meshes(ctx, ctx.model(RECIPE)), multi_tensor=False, what="one by one"
+    )
 
 
 @case("OPT-02", procs=(2, 4), requires=MESHES, reports=("A04",))
 def parameters_on_two_meshes_many_at_once(ctx: Context) -> None:
-    take_steps(ctx, ctx.model(RECIPE), on_two_meshes(ctx), multi_tensor=True, what="many at once")
+    take_steps(
+        ctx, ctx.model(RECIPE), shard_on_two_meshes(ctx, ctx.model(RECIPE)), multi_tensor=True, what="many at once"
+    )
 
 
 @case("OPT-02", procs=(4,), reports=("A04",))
