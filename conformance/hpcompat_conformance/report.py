@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
+from typing import TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,10 +18,26 @@ from hpcompat_conformance.results import BAD_KINDS, KINDS, Result, Run
 
 STYLES = {"pass": "green", "xfail": "yellow", "skip": "cyan", "waived": "magenta"}
 NUM_SLOWEST = 10
+_Bar = TypeVar("_Bar", bound="LiveBar")
 
 
-class LiveProgress:
-    """A bar with the running case under which each failure is printed as it comes. Use as a context manager."""
+class LiveBar:
+    """A bar that is on the screen while it is in use as a context manager."""
+
+    _progress: Progress
+
+    def __enter__(self: _Bar) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+class LiveProgress(LiveBar):
+    """A bar with the running case under which each failure is printed as it comes."""
 
     def __init__(self, console: Console, *, total: int) -> None:
         self._progress = Progress(
@@ -34,15 +51,6 @@ class LiveProgress:
         self._counts = dict.fromkeys(KINDS, 0)
         self._task = self._progress.add_task("starting", total=total, counts="")
         self._implementation = ""
-
-    def __enter__(self) -> LiveProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
 
     def turn_to(self, implementation: str) -> None:
         """The next cases run on that implementation."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -16,14 +15,15 @@ from rich.table import Table
 from hpcompat_conformance.case import Case
 from hpcompat_conformance.mutants.plant import Mutant
 from hpcompat_conformance.mutants.run import MutantPlan, Verdict, must_pass
+from hpcompat_conformance.report import LiveBar
 
 KILLED_AT_LEAST = 0.95
 STYLES = {"killed": "green", "survived": "bold red", "unmet": "bold red", "error": "bold red"}
 
 
-class MutantProgress:
-    """A bar with the running mutant and case, under which each mutant that was not killed is printed as it comes. Use
-    as a context manager."""
+class MutantProgress(LiveBar):
+    """A bar with the running mutant and case, under which each mutant that was not killed is printed as it
+    comes."""
 
     def __init__(self, console: Console, *, total: int) -> None:
         self._progress = Progress(
@@ -34,15 +34,6 @@ class MutantProgress:
             console=console,
         )
         self._task = self._progress.add_task("starting", total=total)
-
-    def __enter__(self) -> MutantProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
 
     def started(self, mutant: Mutant, case: Case, *, procs: int) -> None:
         """The bar shows both."""
