@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import hpcompat
 from paired.cases import Case, DecoderBlock
 from paired.command import Outbox, process_group
 from paired.rounds import Rounds, bootstrap_interval, without_collection
@@ -157,8 +158,6 @@ def _make_side(name: SideName, settings: Settings, *, mesh: DeviceMesh, rank: in
 
 
 def _our_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    import hpcompat  # comparing native with itself needs none of it
-
     return lambda: hpcompat.optimizer_step(optimizer)
 
 

@@ -81,11 +81,5 @@ def make_side(
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, for the packages that take part and are installed."""
-    found: dict[str, str] = {}
-    for package in ("torch", "hpcompat"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    """Package -> version, for the packages that take part."""
+    return {package: metadata.version(package) for package in ("torch", "hpcompat")}

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from hpcompat_conformance.pytest_plugin import pool as pool
+from hpcompat_torch.distributed import let_gloo_threads_rest
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +23,4 @@ def one_rank() -> Iterator[None]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+    let_gloo_threads_rest()

@@ -14,13 +14,14 @@ import os, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
+import hpcompat
 
-dist.init_process_group("gloo")
+hpcompat.init_process_group(device="cpu")
 total = torch.ones(1)
 dist.all_reduce(total)
 line = f"{int(total)} {os.environ['HPCOMPAT_BACKEND']} {os.environ['OMP_NUM_THREADS']} {sys.argv[2:]}"
 Path(sys.argv[1], f"rank{dist.get_rank()}").write_text(line)
-dist.destroy_process_group()
+hpcompat.destroy_process_group()
 sys.exit(int(sys.argv[2]))
 """
 
