@@ -114,18 +114,20 @@ def _run_all(args: argparse.Namespace, *, console: Console) -> Document:
             progress.turn_to(plan.adapter.name)
             origin = planning.origin(args, implementation=plan.adapter.name)
             runs.append(replace(runner.run(plan, listener=progress), origin=origin))
+            if len(runs[-1].results) < plan.size:  # Ctrl-C
+                break
     for one in runs:
         console.print(report.summary_table(one))
     console.print(report.coverage_text(known, version=args.spec), highlight=False, soft_wrap=True)
-    return Document(runs, planning.stale(plans, runs=runs, known=known))
+    return Document(runs, planning.complaints(plans, runs=runs, known=known))
 
 
 def _conclude(outcome: Document, *, console: Console) -> None:
     console.print(report.slowest_table(outcome.runs))
     for one in outcome.runs:
         console.print(report.totals_text(one), highlight=False, soft_wrap=True)
-    for text in outcome.stale:
-        console.print(f"[bold red]STALE[/] {escape(text)}", highlight=False, soft_wrap=True)
+    for text in outcome.complaints:
+        console.print(f"[bold red]COMPLAINT[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
 def _listing(cases: Sequence[Case], *, version: str) -> Table:

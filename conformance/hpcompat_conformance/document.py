@@ -1,6 +1,6 @@
 """Runs of several implementations as one JSON file, which is what all reports are made of.
 
-    {"format": 1, "stale": [TEXT], "runs": [{"implementation", "versions": {package: version}, "seconds",
+    {"format": 1, "complaints": [TEXT], "runs": [{"implementation", "versions": {package: version}, "seconds",
      "origin": {"spec", "seed", "procs", "date", "machine", "command"}, "totals": {kind: n},
      "cases": [{"id", "clause", "procs", "result", "seconds", "message", "headline", "reason", "link"}]}]}
 
@@ -25,15 +25,15 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Document:
-    """``stale`` are complaints about waivers that are not needed, one sentence each."""
+    """``complaints`` are about the runs as such, a sentence each: one was interrupted, a waiver is not needed."""
 
     runs: Sequence[Run]
-    stale: Sequence[str] = ()
+    complaints: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
         """Whether everything went as expected, and every implementation was checked."""
-        return bool(self.runs) and all(run.ok for run in self.runs) and not self.stale
+        return bool(self.runs) and all(run.ok for run in self.runs) and not self.complaints
 
     @property
     def spec(self) -> str:
@@ -50,7 +50,8 @@ def machine() -> str:
 
 def write(document: Document, path: Path) -> None:
     """Write it as JSON; parent folders are made."""
-    content = {"format": FORMAT, "stale": list(document.stale), "runs": [_plain(run) for run in document.runs]}
+    content = {"format": FORMAT, "complaints": list(document.complaints)}
+    content["runs"] = [_plain(run) for run in document.runs]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -60,7 +61,7 @@ def read(path: Path) -> Document:
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"expected {path} to be results of this suite in format {FORMAT}, but got something else")
-    return Document([_run(entry) for entry in content["runs"]], content["stale"])
+    return Document([_run(entry) for entry in content["runs"]], content["complaints"])
 
 
 def merge(documents: Sequence[Document]) -> Document:
@@ -77,7 +78,7 @@ def merge(documents: Sequence[Document]) -> Document:
     if strangers:
         names = sorted(strangers)
         raise ValueError(f"expected results for spec {versions[0]} as it is here, but got {', '.join(names)}")
-    return Document(runs, [text for document in documents for text in document.stale])
+    return Document(runs, [text for document in documents for text in document.complaints])
 
 
 def _plain(run: Run) -> dict[str, Any]:

@@ -54,12 +54,22 @@ def plans(args: argparse.Namespace, *, known: Sequence[Case]) -> list[runner.Pla
     ]
 
 
-def stale(plans: Sequence[runner.Plan], *, runs: Sequence[Run], known: Sequence[Case]) -> list[str]:
-    """Complaints about the waivers of these plans."""
+def complaints(plans: Sequence[runner.Plan], *, runs: Sequence[Run], known: Sequence[Case]) -> list[str]:
+    """About the runs of these plans, as far as they came, and about their waivers."""
     first = plans[0]
-    return waivers.stale_waivers(
+    stale = waivers.stale_waivers(
         first.waivers, runs=runs, known=known, implementations=adapter_names(), today=first.today
     )
+    return [*_interruptions(plans, runs=runs), *stale]
+
+
+def _interruptions(plans: Sequence[runner.Plan], *, runs: Sequence[Run]) -> list[str]:
+    came_to = {run.implementation: len(run.results) for run in runs}
+    return [
+        f"interrupted: {came_to.get(plan.adapter.name, 0)} of {plan.size} results for {plan.adapter.name}"
+        for plan in plans
+        if came_to.get(plan.adapter.name, 0) < plan.size
+    ]
 
 
 def origin(args: argparse.Namespace, *, implementation: str) -> Origin:

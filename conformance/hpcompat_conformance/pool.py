@@ -82,11 +82,11 @@ class WorkerPool:
         if world_size < 1:
             raise ValueError(f"expected world_size >= 1, but got {world_size!r}")
         self.world_size = world_size
+        self.start_deadline = start_deadline
         self.num_starts = 0
         self._setup = refer(setup)
         self._launcher = launcher
         self._grace = grace
-        self._start_deadline = start_deadline
         self._workers: list[Worker] = []
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         atexit.register(self.close)
@@ -132,7 +132,7 @@ class WorkerPool:
         try:
             scratch = Path(self._scratch.name)
             self._workers = list(self._launcher.launch(self.world_size, scratch=scratch, path=path))
-            self._do(what, request=pickle.dumps(self._setup), deadline=self._start_deadline)
+            self._do(what, request=pickle.dumps(self._setup), deadline=self.start_deadline)
         except BaseException:
             self._end(patience=0.0)
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -89,7 +90,8 @@ class CaseRunner:
         if not pool.is_running:
             # Outside the case's time: the first in new processes would pay for importing the framework.
             try:
-                self.versions = pool.run(execute.versions, load=refer(self.plan.adapter.load))[0]
+                load = refer(self.plan.adapter.load)
+                self.versions = pool.run(execute.versions, deadline=pool.start_deadline, load=load)[0]
             except PoolError as error:
                 return self._judge(Result(case.id, case.clause, procs, "error", 0.0, str(error), _headline(error)))
         start = time.perf_counter()
@@ -123,11 +125,14 @@ class CaseRunner:
 
 
 def run(plan: Plan, *, listener: Listener | None = None) -> Run:
-    """Run the plan, fewest processes first, one pool of workers for each number of processes."""
+    """Run the plan, fewest processes first, one pool of workers for each number of processes.
+
+    Ctrl-C ends it early: the results so far, fewer than ``plan.size``.
+    """
     listener = listener or Silence()
     results: list[Result] = []
     start = time.perf_counter()
-    with CaseRunner(plan) as cases:
+    with CaseRunner(plan) as cases, suppress(KeyboardInterrupt):
         for procs in sorted(set(plan.procs)):
             for case in plan.cases_on(procs):
                 listener.started(case, procs=procs)

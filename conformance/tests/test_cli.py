@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcompat_conformance import document, impl, mpirun, rendering, spec
+from hpcompat_conformance import document, impl, mpirun, rendering, report, spec
 from hpcompat_conformance.adapters import torch_fsdp2
-from hpcompat_conformance.case import all_cases
+from hpcompat_conformance.case import Case, all_cases
 from hpcompat_conformance.cli import main
 from hpcompat_conformance.document import Document
 
@@ -68,7 +68,34 @@ def test_a_stale_waiver_fails_the_run(tmp_path: Path, capsys: pytest.CaptureFixt
     path = tmp_path / "waivers.json"
     path.write_text(json.dumps({"waivers": [{"case": "no.such", "reason": "r", "until": "9999-01-01"}]}))
     assert main([*NATIVE, "--waivers", str(path)]) == 1
-    assert "STALE expected waivers that are needed, but that of case no.such names nothing" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "COMPLAINT expected waivers that are needed, but that of case no.such names nothing" in shown
+
+
+def test_ctrl_c_loses_no_results(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+
+    def interrupt(self: report.LiveProgress, case: Case, *, procs: int) -> None:
+        if case.id != first:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(report.LiveProgress, "started", interrupt)
+    first, *others = [case.id for case in all_cases() if case.id.startswith("schedule.") and 1 in case.procs]
+    options = ["--impl", "torch-fsdp2,hpcompat-torch", "--procs", "1", "--only", r"^schedule\."]
+    assert main([*options, "--report", "json,md", "--out", str(tmp_path)]) == 1
+    found = document.read(tmp_path / "conformance.json")
+    assert [(run.implementation, [result.id for result in run.results]) for run in found.runs] == [
+        ("torch-fsdp2", [first])
+    ]
+    size = 1 + len(others)
+    assert found.complaints == [
+        f"interrupted: 1 of {size} results for torch-fsdp2",
+        f"interrupted: 0 of {size} results for hpcompat-torch",
+    ]
+    for shown in (capsys.readouterr().out, (tmp_path / "conformance.md").read_text()):
+        assert f"interrupted: 1 of {size} results for torch-fsdp2" in shown
 
 
 def test_merging_results_of_several_environments(

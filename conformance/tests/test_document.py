@@ -15,13 +15,13 @@ from hpcompat_conformance.results import KINDS, Result, worst
 
 def test_what_is_written_is_read(outcome: Document, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "results.json"
-    stale = replace(outcome, stale=["a waiver"])
-    document.write(stale, path)
+    unsound = replace(outcome, complaints=["a waiver"])
+    document.write(unsound, path)
     again = document.read(path)
     assert [replace(run, results=list(run.results)) for run in again.runs] == [
-        replace(run, results=list(run.results)) for run in stale.runs
+        replace(run, results=list(run.results)) for run in unsound.runs
     ]
-    assert again.stale == ["a waiver"]
+    assert again.complaints == ["a waiver"]
     totals = json.loads(path.read_text())["runs"][1]["totals"]
     assert totals == {**dict.fromkeys(KINDS, 1), "pass": 2}
     assert list(totals) == list(KINDS)
@@ -39,7 +39,7 @@ def test_merging(outcome: Document) -> None:
     good, bad = (Document([run], [run.implementation]) for run in outcome.runs)
     merged = document.merge([bad, good])
     assert [run.implementation for run in merged.runs] == ["bad-one", "good-one"]
-    assert merged.stale == ["bad-one", "good-one"]
+    assert merged.complaints == ["bad-one", "good-one"]
     with pytest.raises(ValueError, match="each implementation once, but got bad-one, good-one, bad-one"):
         document.merge([merged, bad])
     (run,) = good.runs
@@ -56,7 +56,7 @@ def test_what_is_ok(outcome: Document) -> None:
     good, bad = outcome.runs
     assert Document([good]).ok
     assert not Document([good, bad]).ok
-    assert not Document([good], stale=["a waiver"]).ok
+    assert not Document([good], complaints=["a waiver"]).ok
     assert not Document([good, replace(good, results=[])]).ok
     assert not Document([]).ok
 

@@ -244,6 +244,17 @@ def test_the_listener_hears_of_every_case_in_turn() -> None:
     assert heard == ["test_runner.passes on 1", "pass", "test_runner.fails_on_the_last_rank on 1", "fail"]
 
 
+def test_ctrl_c_ends_the_run_with_the_results_so_far() -> None:
+    class Impatient(runner.Silence):
+        def finished(self, result: Result) -> None:
+            raise KeyboardInterrupt
+
+    plan = runner.Plan(TOY, cases_of(sys.modules[__name__])[:2], procs=(1,))
+    run = runner.run(plan, listener=Impatient())
+    assert [result.result for result in run.results] == ["pass"]
+    assert run.versions == {"toy": "1.5"}
+
+
 def test_console_report_shows_clauses_counts_and_failures() -> None:
     run = results.Run(
         "toy",

@@ -16,13 +16,13 @@ UNWRITABLE = re.compile(r"[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010fff
 
 
 def write(document: Document, folder: Path) -> list[Path]:
-    """``conformance.xml``. An xfail, a waived result and a skip are skipped tests; a stale waiver is a failed one."""
+    """``conformance.xml``. An xfail, a waived result and a skip are skipped tests; a complaint is a failed one."""
     xml = JUnitXml("conformance")
     for run in document.runs:
         xml.add_testsuite(_suite(run, version=document.spec))
-    if document.stale:
-        suite = TestSuite("waivers")
-        suite.add_testcases([_stale(text) for text in document.stale])
+    if document.complaints:
+        suite = TestSuite("run")
+        suite.add_testcases([_complaint(text) for text in document.complaints])
         xml.add_testsuite(suite)
     path = folder / "conformance.xml"
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,8 +56,8 @@ def _case(result: Result, *, version: str) -> TestCase:
     return _explained(test, kind=kind, note=note, text=result.message)
 
 
-def _stale(text: str) -> TestCase:
-    return _explained(TestCase("stale", classname="waivers"), kind=Failure, note=text, text=text)
+def _complaint(text: str) -> TestCase:
+    return _explained(TestCase("complaint", classname="run"), kind=Failure, note=text, text=text)
 
 
 def _explained(test: TestCase, *, kind: type[Skipped | Failure | Error], note: str, text: str) -> TestCase:
