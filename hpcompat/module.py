@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcompat.core.unit import unit_of
@@ -102,6 +103,20 @@ class HSDPModule(Recovery):
         for group in self._groups(recurse):
             group.reduce_grads = requires_gradient_sync
             group.all_reduce_grads = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self, *, recurse: bool = True) -> Iterator[None]:
+        """``set_requires_gradient_sync(False)`` for a block: after it, also after an exception, each unit has the
+        settings back that it had before (public report A45). FSDP2 has no such method; the name is that of FSDP1 and
+        DDP.
+        """
+        before = [(group, group.reduce_grads, group.all_reduce_grads) for group in self._groups(recurse)]
+        self.set_requires_gradient_sync(False, recurse=recurse)
+        try:
+            yield
+        finally:
+            for group, reduce_grads, all_reduce_grads in before:
+                group.reduce_grads, group.all_reduce_grads = reduce_grads, all_reduce_grads
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Under HSDP, whether backward all-reduces over replicas; off keeps the reduce-scattered partial sum."""

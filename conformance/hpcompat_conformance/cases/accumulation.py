@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,48 @@ def a_loss_in_chunks(ctx: Context) -> None:
         model.set_is_last_backward(True)
         ctx.framework.backward(hidden, ctx.framework.tensor(np.concatenate(pieces)))
         check_arrays(ctx.gradients(model), truth, what=f"gradient with reshard_after_forward={policy}")
+
+
+@case("ACC-11", procs=(2, 4), requires=("FSDPModule.no_sync",), reports=("A45",))
+def a_block_without_synchronisation(ctx: Context) -> None:
+    model = ctx.shard(ctx.model(Chain()), units=UNITS, reshard_after_forward=False)
+    ctx.framework.child(model, "layers.1").set_requires_gradient_sync(False)
+    with ctx.record() as inside, model.no_sync():
+        ctx.train(model, ctx.inputs(Chain(), step=0))
+    with suppress(LookupError), model.no_sync():
+        raise LookupError("a batch that is not there")
+    with ctx.record() as after:
+        ctx.train(model, ctx.inputs(Chain(), step=1))
+    check_equal(ctx.schedule(inside), steps("gather 0, gather 1, gather 2", over=ctx.world_size), what="in the block")
+    expected = steps("gather 0, gather 1, gather 2 | reduce 2, reduce 0", over=ctx.world_size)
+    check_equal(ctx.schedule(after), expected, what="after the blocks")
+
+
+@case("ACC-11", procs=(4,), requires=("FSDPModule.no_sync",), reports=("A45",))
+def a_block_within_microbatches_without_all_reduce(ctx: Context) -> None:
+    model = ctx.shard(ctx.model(Chain()), units=UNITS, mesh=ctx.mesh_2d(2), reshard_after_forward=False)
+    model.set_requires_all_reduce(False)
+    with model.no_sync():
+        ctx.train(model, ctx.inputs(Chain(), step=0))
+    with ctx.record() as after:
+        ctx.train(model, ctx.inputs(Chain(), step=1))
+    expected = steps("gather 0, gather 1, gather 2 | reduce 2, reduce 1, reduce 0", over=2)
+    check_equal(ctx.schedule(after, shard_size=2), expected, what="after the block")
+    model.set_requires_all_reduce(True)
+    ctx.train(model, ctx.inputs(Chain(), step=2))
+    check_arrays(ctx.gradients(model), ctx.true_gradients(Chain(), steps=range(3)), what="gradient")
+
+
+@case("ACC-11", procs=(1, 2, 4), requires=("FSDPModule.no_sync",), reports=("A45",))
+def the_sum_over_a_block_and_a_backward(ctx: Context) -> None:
+    model = ctx.shard(ctx.model(Chain()), units=UNITS)
+    with model.no_sync():
+        for step in range(2):
+            ctx.train(model, ctx.inputs(Chain(), step=step))
+    present = [name for name, gradient in ctx.gradients(model).items() if gradient is not None]
+    check_equal(present, [], what="parameters with a gradient after the block")
+    ctx.train(model, ctx.inputs(Chain(), step=2))
+    check_arrays(ctx.gradients(model), ctx.true_gradients(Chain(), steps=range(3)), what="gradient")
 
 
 def relu(ctx: Context, tensor: Any) -> Any:
