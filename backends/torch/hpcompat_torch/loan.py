@@ -4,9 +4,9 @@
 The update of an element-wise optimizer needs no communication: on local tensors it computes what it would compute on
 distributed ones. So for its length the optimizer has, in place of each distributed parameter, its local tensor, with
 the local gradient and with states in the memory of the distributed ones. Everything around the update (hooks, closure,
-profiler, schedulers) runs as in any other step and sees the optimizer as it is: the loan begins after the last
-pre-hook, or when the closure returns, and ends before the first post-hook. States that the update has made are kept as
-what it would have made of the distributed parameters.
+profiler, schedulers) runs as in any other step and sees the optimizer as it is: the loan begins when the update asks
+for its first group of tensors, after the pre-hooks and the closure, and ends before the first post-hook. States that
+the update has made are kept as what it would have made of the distributed parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,38 +40,26 @@ class _Lent(NamedTuple):
 
 
 class Loan:
-    """What one step borrows. [Note: lending]"""
+    """What one step borrows, from its first use of ``_init_group`` until it is closed. [Note: lending]"""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer: Any = optimizer
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
         self._is_open = False
         self._state: Any = None
         self._groups: list[tuple[Group, list[torch.Tensor], Any]] = []
         self._lent: list[_Lent] = []
         self._collected: list[Collected] = []
-
-    # Around the update
-
-    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The last step pre-hook."""
-        closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self.open()
-            return None
-
-        def then_lend() -> Any:
-            loss = closure()
-            self.open()
-            return loss
-
-        return (args[0], then_lend, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+        optimizer._init_group = self._first_group
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The first step post-hook."""
         self.close(keep=True)
 
-    @torch.no_grad()
-    def open(self) -> None:
+    def _first_group(self, group: Group, *lists: list[Any]) -> Any:
+        self._open()
+        return self._optimizer._init_group(group, *lists)
+
+    def _open(self) -> None:
         optimizer = self._optimizer
         filled = recipes.fill(optimizer)
         self._state, self._is_open = optimizer.state, True
@@ -88,6 +75,7 @@ class Loan:
             recipe, values = next(remaining)
             for target, value in zip(lists, values, strict=False):
                 target.extend(value)
+                value.clear()  # now, while the tensors are in the cache
             return recipe.result
 
         for group, (recipe, _) in zip(optimizer.param_groups, filled, strict=True):
@@ -97,12 +85,12 @@ class Loan:
         optimizer.state = defaultdict(dict)
 
     def close(self, *, keep: bool) -> None:
-        """Take everything back and ``keep`` the states that are new. Does nothing if nothing is lent."""
+        """Take everything back and ``keep`` the states that are new. Does nothing the second time."""
+        optimizer = self._optimizer
+        vars(optimizer).pop("_init_group", None)
         if not self._is_open:
             return
         self._is_open = False
-        optimizer = self._optimizer
-        del optimizer._init_group
         for group, params, foreach in self._groups:
             group["params"] = params
             _set_foreach(group, foreach)

@@ -85,13 +85,11 @@ def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         _say_once(type(optimizer), holds_distributed=_holds_distributed(optimizer))
         return run()
     loan = Loan(optimizer)
-    before = optimizer.register_step_pre_hook(loan.before)
     after = optimizer.register_step_post_hook(loan.after)
     optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
     try:
         return run()
     finally:
-        before.remove()
         after.remove()
         loan.close(keep=False)
 
@@ -145,7 +143,6 @@ def init_state(optimizer: Optimizer) -> None:
         for parameter in borrowed:
             zeros = _zeros_like(local_of(parameter))
             parameter.grad = distributed_like(parameter, zeros) if isinstance(parameter, DTensor) else zeros
-        loan.open()
         _collect_all(optimizer)
         loan.close(keep=True)
     finally:

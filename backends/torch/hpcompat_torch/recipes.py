@@ -10,7 +10,7 @@ Nothing is kept between steps but the names of the states: what a user replaces 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ Lists = tuple[list[Any], ...]
 SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 
 _spec_of = attrgetter("_spec")
+_local_tensor_of = attrgetter("_local_tensor")
 
 
 class Recipe(NamedTuple):
@@ -100,66 +101,70 @@ def _options(group: Group) -> Group:
 
 
 def _lists(recipe: Recipe, group: Group, states: Any) -> Lists | None:
-    """Runs for every parameter in every step: no call per parameter that is not needed."""
+    """Runs over every parameter in every step: in passes over all of them, which make no call for each in Python."""
     if _options(group) != recipe.options or isinstance(group.get("lr"), torch.Tensor):
         return None
-    members: list[Any] = []
-    locals_: list[torch.Tensor] = []
-    grads: list[torch.Tensor] = []
-    for parameter in group["params"]:
-        grad = parameter.grad
-        if grad is None:
-            if getattr(parameter, "main_grad", None) is not None:
-                return None
-            continue
-        local = parameter
-        if type(parameter) is DTensor:
-            if type(grad) is not DTensor or not (grad._spec is parameter._spec or is_placed_alike(grad, parameter)):
-                return None
-            local, grad = parameter._local_tensor, grad._local_tensor
-        elif grad.is_sparse:
+    members: list[Any] = group["params"]
+    grads: list[Any] = [parameter.grad for parameter in members]
+    if type(None) in {*map(type, grads)}:
+        if any(p.grad is None and getattr(p, "main_grad", None) is not None for p in members):
             return None
-        members.append(parameter)
-        locals_.append(local)
-        grads.append(grad)
-    if not (_are_plain(locals_) and _are_plain(grads)):
-        return None
+        members = [parameter for parameter, grad in zip(members, grads, strict=True) if grad is not None]
+        grads = [grad for grad in grads if grad is not None]
     if recipe.keys is None:
         return None if members else ()
-    return _with_states(recipe.keys, members, states, (locals_, grads))
+    specs = [*map(_spec_of, members)] if {*map(type, members)} == {DTensor} else None
+    locals_ = [*map(_local_tensor_of, members)] if specs is not None else [*map(_local_if_dtensor, members)]
+    local_grads = _local_parts(grads, members, specs, part=_local_gradient)
+    if not (_are_plain(locals_) and _are_plain(local_grads)):
+        return None
+    return _with_states(recipe.keys, members, specs, states, (locals_, local_grads))
 
 
-def _with_states(keys: tuple[str | None, ...], members: list[Any], states: Any, lists: Lists) -> Lists | None:
+def _with_states(
+    keys: tuple[str | None, ...], members: list[Any], specs: list[Any] | None, states: Any, lists: Lists
+) -> Lists | None:
     if not any(keys):
         return lists
-    found = list(map(states.get, members))
+    found = [*map(states.get, members)]
     if not all(found):  # a first gradient, or a state that was cleared
         return None
     for key in keys:
-        values = [] if key is None else _states(key, members, found)
-        if values is None:
+        values = [] if key is None else [state.get(key) for state in found]
+        if key is not None and key not in SCALAR_STATES:
+            values = _local_parts(values, members, specs, part=_local_state)
+        if not _are_plain(values):
             return None
         lists = (*lists, values)
     return lists
 
 
-def _states(key: str, members: list[Any], found: list[State]) -> list[Any] | None:
-    values: list[Any] = [state.get(key) for state in found]
-    if key in SCALAR_STATES:
-        return values if _are_plain(values) else None
-    specs = map(_spec_of, values)
-    if {*map(type, values), *map(type, members)} == {DTensor} and all(map(is_, specs, map(_spec_of, members))):
-        values = [value._local_tensor for value in values]
-    else:
-        values = list(map(_local_state, values, members))
-    return values if _are_plain(values) else None
+def _local_parts(
+    values: list[Any], members: list[Any], specs: list[Any] | None, *, part: Callable[[Any, Any], Any]
+) -> list[Any]:
+    """The local tensors of the parameters' gradients or states. ``specs`` are the parameters', if all are DTensors."""
+    if specs is not None and {*map(type, values)} == {DTensor} and all(map(is_, specs, map(_spec_of, values))):
+        return [*map(_local_tensor_of, values)]
+    return [*map(part, values, members)]
+
+
+# One by one; None where torch has to do it
+
+
+def _local_gradient(grad: Any, parameter: Any) -> Any:
+    if type(parameter) is DTensor:
+        return grad._local_tensor if type(grad) is DTensor and is_placed_alike(grad, parameter) else None
+    return None if grad.is_sparse else grad
 
 
 def _local_state(value: Any, parameter: Any) -> Any:
-    """None where the two are distributed in different ways."""
     if type(value) is not DTensor:
         return value
     return value._local_tensor if type(parameter) is DTensor and is_placed_alike(value, parameter) else None
+
+
+def _local_if_dtensor(parameter: Any) -> Any:
+    return parameter._local_tensor if type(parameter) is DTensor else parameter
 
 
 def _are_plain(tensors: list[Any]) -> bool:
