@@ -212,7 +212,14 @@ def init_device_mesh(
 
     Raises:
         ValueError: the shape does not hold as many ranks as there are, or the names do not fit it.
+        TypeError: the shape or the names are not a sequence.
     """
+    if not isinstance(mesh_shape, Sequence):
+        raise TypeError(f"expected mesh_shape to be a tuple, but got {mesh_shape!r}; for one axis: ({mesh_shape!r},)")
+    if isinstance(mesh_dim_names, str):
+        raise TypeError(
+            f"expected mesh_dim_names to be a tuple, but got {mesh_dim_names!r}; for one axis: ({mesh_dim_names!r},)"
+        )
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
     if names is not None and len(names) != len(mesh_shape):
         raise ValueError(f"expected a name for each of the {len(mesh_shape)} axes of the mesh, but got {names!r}")

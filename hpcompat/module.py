@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from hpcompat.core.unit import unit_of
 from hpcompat.core.wrap import post_forward_mesh_info
@@ -153,7 +154,7 @@ class HSDPModule(Recovery):
                 f"expected the gradient scaling factor to be a number, a one-element tensor or None, but got {factor!r}"
             )
         for group in self._groups(recurse=True):
-            group.gradient_scaling_factor = factor
+            group.gradient_scaling_factor = float(factor) if is_number else factor
 
     def set_reduce_op_type(self, reduce_op_type: str) -> None:
         """``"avg"`` (default) averages over the data-parallel ranks, ``"sum"`` sums. A divide factor overrides both."""
@@ -348,11 +349,12 @@ def _check_bool(name: str, value: object) -> None:
         raise TypeError(f"expected {name} to be a bool, but got {value!r}")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_number(value: object) -> TypeGuard[Real]:
+    """Python's and numpy's; not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _is_finite(number: float) -> bool:
+def _is_finite(number: Real) -> bool:
     try:
         return math.isfinite(number)
     except OverflowError:  # an int beyond every float

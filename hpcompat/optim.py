@@ -170,7 +170,8 @@ def optimizer_step(optimizer: Any, closure: Callable[[], Any] | None = None, *, 
     respected, and is not bit-equal to either.
 
     On MindSpore, ``hpcompat.optim``'s optimizers update with torch's multi-tensor operations; MindSpore's own are
-    handed the gradients of the shards.
+    handed the gradients of the shards. Its schedulers take its own optimizers only: for ours, set
+    ``param_groups[i]["lr"]``.
 
     The dtype of the states is that of the sharded parameter, not that of the computation:
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -25,6 +25,8 @@ class Training(Protocol):
 
 
 # Gradients
+
+_WEIGHTS = "pass list(hpcompat.parameters(model)), or [parameter] for one"
 
 
 def backward(loss: Any, gradient: Any = None, *, retain_graph: bool = False) -> None:
@@ -55,18 +57,28 @@ def value_and_grad(
     Returns:
         A function with the arguments of ``fn`` that returns ``(value, gradients)``. A gradient is this rank's part of
         the reduced one, the same tensor as ``parameter.grad``, which is replaced, not added to; ``None`` for a weight
-        that was not used, or whose unit does not reduce yet (``set_requires_gradient_sync(False)``).
+        that was not used, or whose unit does not reduce yet (``set_requires_gradient_sync(False)``). To other
+        parameters that ``fn`` uses, torch adds their gradients as ``backward`` does, and MindSpore does nothing.
 
     Raises:
         ValueError: there are no weights.
-        TypeError: ``fn`` cannot be called.
+        TypeError: ``weights`` are not parameters, or ``fn`` cannot be called or returns something else than tensors.
     """
+    # A parameter is iterable too, over its rows.
+    if hasattr(weights, "shape") or not isinstance(weights, Iterable):
+        raise TypeError(f"expected weights to be a list of parameters, but got {type(weights).__name__}; {_WEIGHTS}")
     members = tuple(weights)
     if not members:
-        raise ValueError("expected weights to differentiate by, but got none; pass list(hpcompat.parameters(model))")
+        raise ValueError(f"expected weights to differentiate by, but got none; {_WEIGHTS}")
     if not callable(fn):
         raise TypeError(f"expected fn to be callable, but got {fn!r}")
-    return registry.backend_for(members[0]).training.value_and_grad(fn, members, has_aux=has_aux)
+    impl = registry.backend_for(members[0])
+    for index, member in enumerate(members):
+        if not impl.is_parameter(member):
+            raise TypeError(
+                f"expected weights to be parameters, but got a {type(member).__name__} at {index}; {_WEIGHTS}"
+            )
+    return impl.training.value_and_grad(fn, members, has_aux=has_aux)
 
 
 def enable_mindspore_backward_compat() -> None:
@@ -119,7 +131,7 @@ def full_tensor(parameter: Any, value: Any = None) -> Any:
     """The whole of a sharded parameter, or of a ``value`` sharded like it: its gradient, an optimizer state.
 
     Collective over the ranks that hold the parameter. A new tensor, except that plain parameters and their values come
-    back as they are.
+    back as they are, and so does a scalar, such as the ``step`` of an optimizer's state.
     """
     return registry.backend_for(parameter).training.full_tensor(parameter, value)
 

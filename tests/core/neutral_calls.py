@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import hpcompat
+from hpcompat.optim import AdamW
 
 ROWS = 6
 
@@ -76,6 +77,10 @@ def groups() -> None:
 def wrong_mesh() -> None:
     with pytest.raises((ValueError, RuntimeError)):
         hpcompat.init_device_mesh(None, (hpcompat.get_world_size() + 1,))
+    with pytest.raises(TypeError, match=r"mesh_shape to be a tuple, but got 2; for one axis: \(2,\)"):
+        hpcompat.init_device_mesh(None, 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"mesh_dim_names to be a tuple, but got 'dp'; for one axis: \('dp',\)"):
+        hpcompat.init_device_mesh(None, (1, hpcompat.get_world_size()), mesh_dim_names="dp")
     with pytest.raises(ValueError, match="expected a name for each of the 1 axes"):
         hpcompat.init_device_mesh(None, (hpcompat.get_world_size(),), mesh_dim_names=("a", "b"))
 
@@ -124,6 +129,42 @@ def gradients(*, model: Any) -> None:
     assert hpcompat.to_numpy(loss) == hpcompat.to_numpy(value)
     assert aux.shape[0] == ROWS
     assert all(np.array_equal(hpcompat.to_numpy(grad), first) for grad, first in zip(grads, once, strict=True))
+
+
+def wrong_gradients(*, model: Any) -> None:
+    """What is no list of parameters, no tensor, or has another shape is refused, and nothing is left behind."""
+    model = model()
+    weights = list(hpcompat.parameters(model))
+    batch = _batch()
+
+    def loss_of(x: Any) -> Any:
+        return (model(x) * model(x)).mean()
+
+    for wrong in (weights[0], model, None, 7, [model], [weights[0], "weight"]):
+        with pytest.raises(TypeError, match=r"expected weights to be .*, but got .*; pass list\(hpcompat.parameters"):
+            hpcompat.value_and_grad(loss_of, wrong)  # type: ignore[arg-type]
+    for wrong in (3.0, hpcompat.to_numpy(batch)):
+        with pytest.raises(TypeError):
+            hpcompat.value_and_grad(lambda x, wrong=wrong: wrong, weights)(batch)
+    for wrong in (hpcompat.from_numpy(np.ones((ROWS, 1), np.float32)), hpcompat.from_numpy(np.float32(1))):
+        with pytest.raises((ValueError, RuntimeError), match="shape"):
+            hpcompat.backward(model(batch), wrong)
+    model.reset_iter_state()
+    hpcompat.backward(loss_of(batch))
+    assert any(hpcompat.to_numpy(weight.grad).any() for weight in weights if hpcompat.to_numpy(weight).size)
+
+
+def states_of_an_optimizer(*, model: Any) -> None:
+    """Whole states by the parameters: the number of steps is not sharded."""
+    model = model()
+    optimizer = AdamW(hpcompat.parameters(model), lr=0.1)
+    hpcompat.backward(model(_batch()).mean())
+    hpcompat.optimizer_step(optimizer)
+    for parameter in hpcompat.parameters(model):
+        whole = hpcompat.to_numpy(hpcompat.full_tensor(parameter))
+        for name, value in optimizer.state[parameter].items():
+            found = hpcompat.to_numpy(hpcompat.full_tensor(parameter, value))
+            assert found.shape == (() if name == "step" else whole.shape), name
 
 
 def parameters(*, model: Any, names: list[str]) -> None:

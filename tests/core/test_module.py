@@ -114,6 +114,14 @@ def test_setters_refuse_what_they_cannot_mean(name: str, value: object, error: t
         getattr(model, name)(value)
 
 
+@pytest.mark.parametrize("number", [2, 2.0, np.float32(2), np.float64(2), np.int64(2)], ids=repr)
+def test_factors_are_numbers_of_python_and_of_numpy(number: float) -> None:
+    model = wrap(Net())
+    model.set_gradient_divide_factor(number)
+    model.set_gradient_scaling_factor(number)
+    assert {type(group.gradient_scaling_factor) for unit in units(model) for group in unit.groups} == {float}
+
+
 class Elements:
     """The shape of a tensor, as far as the setter asks."""
 

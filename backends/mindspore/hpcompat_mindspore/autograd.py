@@ -152,7 +152,7 @@ def backward(tensor: Tensor, gradient: Tensor | None = None, *, retain_graph: bo
     where the first of them is a view, so clear them after every backward, or wrap the module.
 
     Raises:
-        ValueError: ``tensor`` has several elements and there is no ``gradient``.
+        ValueError: ``tensor`` has several elements and there is no ``gradient``, or one of another shape.
         RuntimeError: nothing was recorded, or nothing that leads to ``tensor`` requires grad.
     """
     global _in_our_backward
@@ -167,6 +167,7 @@ def backward(tensor: Tensor, gradient: Tensor | None = None, *, retain_graph: bo
                 f"expected a scalar to run backward from, but got shape {tensor.shape}; pass gradient, or take the mean"
             )
         gradient = ops.ones_like(tensor)
+    gradient = _fitting(gradient, tensor)
     before, _in_our_backward = _in_our_backward, True
     try:
         run_backward((tensor,), (gradient,), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -174,6 +175,18 @@ def backward(tensor: Tensor, gradient: Tensor | None = None, *, retain_graph: bo
         _in_our_backward = before
         resume_recording()
         forget_shapes()
+
+
+def _fitting(gradient: Tensor, tensor: Tensor) -> Tensor:
+    """``gradient`` in the dtype of ``tensor``, in which backward starts."""
+    if not isinstance(gradient, Tensor):
+        raise TypeError(f"expected gradient to be a tensor, but got {gradient!r}")
+    if gradient.shape != tensor.shape:
+        raise ValueError(
+            f"expected a gradient of the shape of the tensor to run backward from, {tuple(tensor.shape)}, but got "
+            f"{tuple(gradient.shape)}"
+        )
+    return gradient if gradient.dtype == tensor.dtype else gradient.astype(tensor.dtype)
 
 
 def value_and_grad(
@@ -185,7 +198,19 @@ def value_and_grad(
     shard, which is ``parameter.grad`` as well; ``None`` where there is none yet because gradient sync is off.
     """
     members = tuple(weights)
-    run = mindspore.value_and_grad(fn, None, list(members), has_aux=has_aux)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        value = fn(*args, **kwargs)
+        outputs = value if isinstance(value, tuple) else (value,)
+        for output in outputs[:1] if has_aux else outputs:
+            if not isinstance(output, Tensor):
+                raise TypeError(
+                    f"expected fn to return tensors to differentiate, but got {output!r}; pass has_aux=True for a "
+                    "loss and more"
+                )
+        return value
+
+    run = mindspore.value_and_grad(checked, None, list(members), has_aux=has_aux)
 
     def value_and_sharded_grad(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Tensor | None, ...]]:
         global _in_our_value_and_grad

@@ -89,7 +89,8 @@ def _settle(param: ShardedParam) -> None:
         param.drop_gradients()
         raise RuntimeError(
             f"expected the gradient of {param.name!r} before its unit reduced its gradients, but got it afterwards: "
-            "the parameter is also used outside of the unit; run another backward for that, such as a penalty's"
+            "the parameter is also used outside of the unit (run another backward for that, such as a penalty's), or "
+            "an earlier backward raised (call reset_iter_state() on the root after that)"
         )
     returned, param.returned_grad = param.returned_grad, None
     if returned is None:

@@ -104,6 +104,8 @@ class GroupTensors:
 
     def rebind(self) -> None:
         """Take up parameters whose data was cast, materialized, loaded or set since it was last taken up."""
+        for param in self.params:
+            param.check_places()
         if not any(param.shown is Shown.SHARD and param.is_elsewhere for param in self.params):
             return
         if any(param.is_meta for param in self.params):

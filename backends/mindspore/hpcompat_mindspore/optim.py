@@ -40,6 +40,8 @@ __all__ = [
 ]
 
 _FOREIGN = (nn.Optimizer, experimental.Optimizer)
+# Of nn.Optimizer: with groups, a tuple with one for each parameter as well.
+_OPTIONS = frozenset({"learning_rate", "weight_decay"})
 
 
 def is_optimizer(value: object) -> bool:
@@ -94,6 +96,8 @@ def optimizer_state(optimizer: Any, parameter: Parameter) -> Mapping[str, Any]:
 def _states_of(optimizer: Any, parameters: tuple[Parameter, ...]) -> Iterator[tuple[str, ParameterTuple]]:
     """Those of MindSpore's own optimizers, which keep a tuple of each kind in the order of the parameters."""
     for name, states in vars(optimizer).items():
+        if name in _OPTIONS:
+            continue
         is_per_parameter = isinstance(states, ParameterTuple) and len(states) == len(parameters)
         if is_per_parameter and not any(one is other for one, other in zip(states, parameters, strict=True)):
             yield name, states
@@ -149,10 +153,17 @@ def _check_shards(optimizer: Any, parameters: tuple[Parameter, ...]) -> None:
             )
     for _, states in _states_of(optimizer, parameters):
         for state, parameter in zip(states, parameters, strict=True):
-            if tuple(state.shape) != tuple(parameter.shape):
+            if tuple(state.shape) not in (tuple(parameter.shape), ()):
+                param = param_of(parameter)
+                is_whole = param is not None and tuple(state.shape) == param.layout.shape
                 raise RuntimeError(
                     f"expected a state of the shard's shape, {tuple(parameter.shape)}, but got {state.name!r} of "
-                    f"shape {tuple(state.shape)}; create {type(optimizer).__name__} after wrapping"
+                    f"shape {tuple(state.shape)}; "
+                    + (
+                        f"create {type(optimizer).__name__} after wrapping"
+                        if is_whole
+                        else f"{type(optimizer).__name__} does not update element by element: take hpcompat.optim's"
+                    )
                 )
 
 
@@ -178,7 +189,14 @@ def _run(optimizer: Any, grads: tuple[Tensor, ...]) -> None:
         raise CapabilityError(
             backend="mindspore",
             capability=f"{type(optimizer).__name__} of {', '.join(dtypes)} on the CPU",
-            hint=f"MindSpore said: {str(error).strip().splitlines()[0]}; take hpcompat.optim's",
+            hint=f"MindSpore said: {_reason(error)}; take hpcompat.optim's",
         ) from error
     finally:
         autograd.resume_recording()
+
+
+def _reason(error: Exception) -> str:
+    """The line of MindSpore's text that says most. Lines of dashes and headings stand around it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" -")]
+    unsupported = [line for line in lines if "unsupported" in line.lower()]
+    return next(iter([*unsupported, *lines]), type(error).__name__)

@@ -129,6 +129,8 @@ class Optimizer:
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
         if not isinstance(param_group, Mapping) or "params" not in param_group:
             raise TypeError(f'expected a dict with "params" and options, but got {param_group!r}')
+        if isinstance(param_group["params"], set):
+            raise TypeError("expected parameters in an order that is the same on all ranks, but got a set; pass a list")
         names, members = _without_names(param_group["params"])
         group = {**self.defaults, **param_group, "params": members_of(members)}
         if names:

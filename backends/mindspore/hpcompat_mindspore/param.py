@@ -133,6 +133,21 @@ class ShardedParam:
         """The shard as it is now, flat, padded."""
         return self.memory.pad(self.memory.read(self.parameter).reshape(-1), self.padded_numel)
 
+    def check_places(self) -> None:
+        """The parameter object stays; another one in its place would be trained by itself on every rank.
+
+        Raises:
+            TypeError: a cell has another one, or none.
+        """
+        for cell, attribute in self.places:
+            current = cell._params.get(attribute)
+            if current is not self.parameter:
+                raise TypeError(
+                    f"expected parameter {self.name!r} to stay the object that was sharded, but got "
+                    f"{type(current).__name__} in its place; give it new data with set_data, or load with "
+                    "load_state_dict"
+                )
+
     @property
     def is_meta(self) -> bool:
         return bool(self.parameter.is_meta)
@@ -238,7 +253,11 @@ def param_of(parameter: Parameter) -> ShardedParam | None:
 def full_tensor(parameter: Parameter, value: Tensor | None = None) -> Tensor:
     """The whole of a sharded parameter, or of a ``value`` sharded like it (its gradient, an optimizer state).
 
-    Collective over the parameter's shard group. Gives back plain parameters, or their ``value``, as they are.
+    Collective over the parameter's shard group. Gives back plain parameters, or their ``value``, as they are, and
+    scalars.
+
+    Raises:
+        ValueError: ``value`` has another shape than the shard.
     """
     param = param_of(parameter)
     if param is None:
@@ -246,6 +265,13 @@ def full_tensor(parameter: Parameter, value: Tensor | None = None) -> Tensor:
     memory = param.memory
     if value is None and param.shown is Shown.WHOLE:
         return memory.copy_of(parameter)
+    if value is not None and tuple(value.shape) != param.shard_shape:
+        if value.ndim == 0:  # such as the number of steps
+            return value
+        raise ValueError(
+            f"expected a value of the shape of the shard of {param.name!r}, {param.shard_shape}, but got "
+            f"{tuple(value.shape)}"
+        )
     data = param.current_shard() if value is None else memory.read(value)
     flat = memory.pad(data.reshape(-1), param.padded_numel)
     if param.world_size > 1:

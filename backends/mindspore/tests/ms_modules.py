@@ -171,6 +171,25 @@ def set_data_by_hand() -> None:
     follow(model, initialize(Net(), seed=3))
 
 
+def another_parameter(when: str) -> None:
+    """The object that was sharded must stay: another one would be trained by each rank for itself."""
+    model = wrap(initialize(Net()))
+    if when == "after a step":
+        train(model)
+        zero_grad(model)
+    weight, bias = model.head.weight, model.head.bias
+    model.head.weight = Parameter(Tensor(weight.asnumpy()), name="head.weight")
+    with pytest.raises(TypeError, match=r"parameter 'head\.weight' to stay the object .* got Parameter in its place"):
+        train(model)
+    model.reset_iter_state()
+    model.head.weight, model.head.bias = weight, None
+    with pytest.raises(TypeError, match=r"parameter 'head\.bias' to stay the object .* got NoneType in its place"):
+        train(model)
+    model.reset_iter_state()
+    model.head.bias = bias
+    follow(model, initialize(Net()))
+
+
 def meta_device() -> None:
     with mindspore.DeviceCtx("meta"):
         model = Net()

@@ -260,12 +260,18 @@ def zero_grad(target: str, kind: str) -> None:
 # MindSpore's own optimizers
 
 
+def _groups(members: list[Parameter]) -> list[dict[str, Any]]:
+    return [{"params": members[:2], "lr": 0.01, "weight_decay": 0.1}, {"params": members[2:], "lr": 0.05}]
+
+
 def foreign(kind: str, layout: str, *, hidden: int = 10) -> None:
     """On shards what they do to whole parameters; a parameter without a gradient gets zeros."""
     make: dict[str, Any] = {
         "SGD": lambda members: nn.SGD(members, learning_rate=0.05, momentum=0.9),
         "Momentum": lambda members: nn.Momentum(members, learning_rate=0.05, momentum=0.9),
         "Adam": lambda members: nn.Adam(members, learning_rate=0.05),
+        "Adam in groups": lambda members: nn.Adam(_groups(members), learning_rate=0.05),
+        "ASGD": lambda members: nn.ASGD(members, learning_rate=0.05),
         "experimental AdamW": lambda members: experimental.AdamW(members, lr=0.05),
     }
     model, truth = laid_out(layout, hidden=hidden), unwrapped(hidden=hidden)
@@ -296,6 +302,11 @@ def foreign_refusals() -> None:
     give_gradients(model, random_gradients(model, step=0))
     with pytest.raises(RuntimeError, match="create Adam after wrapping"):
         optim.step(early)
+    rows = nn.AdaFactor(members, learning_rate=0.1, relative_step=False, scale_parameter=False)
+    with pytest.raises(RuntimeError, match="AdaFactor does not update element by element"):
+        optim.step(rows)
+    with pytest.raises(CapabilityError, match=r"MindSpore said: Unsupported op \[Lamb\]"):
+        optim.step(nn.Lamb(members, learning_rate=0.1))
     late = nn.Adam(members)
     model.layers[0].unshard()
     with pytest.raises(RuntimeError, match="unsharded"):
@@ -363,6 +374,7 @@ def mistakes() -> None:
         (ValueError, "nesterov", lambda: optim.SGD(members, nesterov=True)),
         (CapabilityError, "fused", lambda: optim.AdamW(members, fused=True)),
         (CapabilityError, "capturable", lambda: optim.Adam(members, capturable=True)),
+        (TypeError, "an order that is the same on all ranks", lambda: optim.SGD([{"params": set(members)}])),
         (ValueError, "one gradient per parameter", lambda: optim.SGD(members)([])),
     ]
     for kind, message, call in cases:

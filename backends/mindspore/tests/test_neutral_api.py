@@ -20,6 +20,8 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "wrong mesh": ("neutral_calls:wrong_mesh", {}, (2,)),
     "numpy": ("neutral_calls:numpy_and_back", {"half": mindspore.float16, "narrow": mindspore.bfloat16}, (1,)),
     "gradients": ("neutral_calls:gradients", {"model": model}, (1, 2, 4)),
+    "wrong gradients": ("neutral_calls:wrong_gradients", {"model": model}, (2,)),
+    "states of an optimizer": ("neutral_calls:states_of_an_optimizer", {"model": model}, (1, 2)),
     "parameters": ("neutral_calls:parameters", {"model": model, "names": NAMES}, (1, 2)),
     "no gradients": ("neutral_calls:no_gradients", {"model": model}, (2,)),
     "one backend": ("neutral_calls:one_backend", {"name": "mindspore"}, (2,)),

@@ -51,7 +51,7 @@ SCENARIOS: dict[str, Scenario] = {
     },
     **{
         f"MindSpore's {kind}": ("ms_optimizers:foreign", {"kind": kind, "layout": "mixed"}, (2,))
-        for kind in ("SGD", "Momentum", "Adam", "experimental AdamW")
+        for kind in ("SGD", "Momentum", "Adam", "Adam in groups", "ASGD", "experimental AdamW")
     },
     "refusals": ("ms_optimizers:foreign_refusals", {}, (2,)),
     "neutral calls": ("ms_optimizers:neutral_calls", {}, (2,)),

@@ -67,6 +67,8 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "state dict": ("ms_modules:state_dict", {}, (1, 2)),
     "state dict of uneven shards": ("ms_modules:state_dict", {}, (4,)),
     "set_data by hand": ("ms_modules:set_data_by_hand", {}, (2,)),
+    "another parameter, before a step": ("ms_modules:another_parameter", {"when": "before a step"}, (2,)),
+    "another parameter, after a step": ("ms_modules:another_parameter", {"when": "after a step"}, (1, 2)),
     "meta device": ("ms_modules:meta_device", {}, (2,)),
     "penalty on shards": ("ms_gradients:penalty_on_shards", {}, (1, 2)),
     "penalty in the same backward": ("ms_gradients:penalty_in_the_same_backward", {}, (1, 2)),
