@@ -18,9 +18,9 @@ looked at when it ends. Where that has happened ``MAX_UNANSWERED`` times, the gr
 
 [Note: places]
 Notes belong together if they are about one place in the order of collectives: so many collectives of one comm context
-after its first. A rank that failed and repeats its step comes to a place again, and is not counted twice there. While
-debugging, when ranks may differ in the unit, a number tells apart the steps between two collectives; else the unit
-does, and ranks that failed in different moments still find each other.
+after its first, and so many steps since that one, as a backward without gradients reduces nothing: of the same param
+group, or while debugging, when ranks may differ in the unit, of any. A rank that failed and repeats its step comes to a
+place again, and is not counted twice there; ranks that failed in different moments still find each other.
 
 [Note: debugging]
 With ``HPCOMPAT_DEBUG=1`` in the environment every gather and every reduction counts as a departure, in groups of any
@@ -98,7 +98,7 @@ class Place(NamedTuple):
 
     context: int
     num_issued: int
-    # Of the group whose step it is; while debugging, the step's number since the last collective.
+    # Number since that collective, after the group whose step it is unless we are debugging.
     step: str
 
     def __str__(self) -> str:
@@ -207,6 +207,9 @@ class Agreement:
         # By whether the replicas take part: without them each may have gradients of its own.
         self._missing_before: dict[bool, tuple[str, ...]] = {False: (), True: ()}
         self._notes: dict[bool, Notes | None] = {}
+        # [Note: places] How often this group has been where in the order of collectives it was last.
+        self._order: tuple[int, int] = (-1, -1)
+        self._num_here = 0
 
     def before_gather(self) -> None:
         """[Note: debugging]"""
@@ -256,7 +259,11 @@ class Agreement:
             ctx.numbers[notes] = notes.num_contexts
             notes.num_contexts += 1
         ctx.num_pledges += 1
-        step = str(ctx.num_pledges) if is_debugging else f"{self._group.fqn}.{self._group.index}"
+        if self._order != (ctx.num_resets, ctx.num_issued):
+            self._order, self._num_here = (ctx.num_resets, ctx.num_issued), 0
+        self._num_here += 1
+        group = self._group
+        step = str(ctx.num_pledges) if is_debugging else f"{group.fqn}.{group.index}.{self._num_here}"
         return Place(ctx.numbers[notes], ctx.num_issued, step)
 
     def _join(self, found: dict[int, tuple[Step, bool]]) -> None:

@@ -79,10 +79,11 @@ class CommContext:
         # [Note: catching up] How many collectives were issued, and the most that this rank has taken part in.
         self._num_issued = 0
         self._num_taken_part = 0
-        # For hpcompat.core.agreement: its number among those of a group of ranks, and the pledges since the last
-        # collective.
+        # For hpcompat.core.agreement: its number among those of a group of ranks, pledges since the last collective,
+        # and how often a step was given up or is repeated.
         self.numbers: dict[Notes, int] = {}
         self.num_pledges = 0
+        self.num_resets = 0
         # For [Note: last words].
         self.last_begun: tuple[str, ParamGroup] | None = None
         self._is_initialized = False
@@ -133,6 +134,7 @@ class CommContext:
                 "pass what begin_step returned"
             )
         self._num_issued, self.num_pledges = start, 0
+        self.num_resets += 1
         try:
             yield
             if self._num_issued < self._num_taken_part:
@@ -207,6 +209,7 @@ class CommContext:
 
     def reset(self) -> None:
         """After an exception: wait for what is in flight and forget it."""
+        self.num_resets += 1
         self.post_forward_order.clear()
         self.release_held_gather()
         while self._reductions:

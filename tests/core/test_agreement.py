@@ -176,7 +176,32 @@ def test_a_change_on_all_ranks_is_asked_about_once() -> None:
             assert step(model, rank, use, number=number) == ""
 
     world.run(run)
-    assert sorted(key for _, key, rank in world.notes if rank == 0) == ["0/1/.0", "0/5/.0", "0/9/.0"]
+    assert sorted(key for _, key, rank in world.notes if rank == 0) == ["0/1/.0.1", "0/5/.0.1", "0/9/.0.1"]
+
+
+def test_steps_without_a_collective_between_them_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward that reaches no parameter, and one that reaches all. A slow rank's note of the first is no answer to
+    the second.
+    """
+    has_looked = threading.Event()
+    wait_for = agreement.Pledge._wait_for
+
+    def look(pledge: agreement.Pledge, rank: int, until: float) -> Any:
+        pledge._notes.find(str(pledge.place), rank)
+        if pledge.step.missing == ():
+            has_looked.set()
+        return wait_for(pledge, rank, until)
+
+    monkeypatch.setattr(agreement.Pledge, "_wait_for", look)
+
+    def run(rank: ref.Rank) -> None:
+        group = sharded((2,))._unit().groups[0]
+        assert group._agreement.before_reduction(("a.weight",)) is not None
+        if rank.number == 0:
+            assert has_looked.wait(timeout=60)
+        assert group._agreement.before_reduction(()) is not None
+
+    ref.World(2).run(run)
 
 
 def test_a_rank_that_is_late_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +225,7 @@ def test_a_rank_that_is_late_is_no_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
     for found, expected in zip(world.run(run), clean_gradients((2,)), strict=True):
         assert_equal(found, expected)
-    assert {key for _, key, _ in world.notes} == {"0/1/.0"}
+    assert {key for _, key, _ in world.notes} == {"0/1/.0.1"}
 
 
 def test_debugging_a_rank_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
