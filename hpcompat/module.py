@@ -145,6 +145,10 @@ class HSDPModule(Recovery):
         for group in self._groups(recurse=False):
             group.set_division(factor=float(factor))
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """:meth:`set_gradient_divide_factor`, by the name that it had in FSDP2 before."""
+        self.set_gradient_divide_factor(factor)
+
     def set_gradient_scaling_factor(self, factor: Any) -> None:
         """Multiply reduced gradients by ``factor``: a number, a one-element tensor, or ``None`` for no scaling."""
         is_number = _is_number(factor) and _is_finite(factor)

@@ -281,6 +281,18 @@ class ParamGroup:
             # Members of a module list that run one by one reduce one by one into the same gradients.
             self.comm_ctx.finish()
 
+    def end_backward(self) -> None:
+        """Run post-backward if autograd has not, or again for gradients that came after it. Such are those of a unit
+        that a reentrant checkpoint runs twice, or of a cast that autocast has cached from a forward before.
+        """
+        if self.training_state is not TrainingState.POST_BACKWARD or (
+            self.reduce_grads and self.tensors.has_new_gradients()
+        ):
+            self.post_backward()
+        elif self.reshard_after_backward:
+            self.reshard()
+        self.training_state = TrainingState.IDLE
+
     def reduce_zeros(self, missing: tuple[str, ...]) -> None:
         """Take part, for nothing, in a reduction of all gradients but these."""
         for bucket in self.tensors.zero_gradients(missing):

@@ -178,9 +178,7 @@ class Unit:
         """From the final callback: run post-backward where autograd did not, and become idle."""
         self._to_run.clear()
         for group in reversed(self.groups):
-            if group.training_state is not TrainingState.POST_BACKWARD:
-                group.post_backward()
-            group.training_state = TrainingState.IDLE
+            group.end_backward()
         self.training_state = TrainingState.IDLE
 
     def reset_iter_state(self) -> None:

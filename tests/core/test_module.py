@@ -82,6 +82,7 @@ def test_a_bool_is_a_bool(name: str, value: object) -> None:
         ("set_gradient_divide_factor", -1.0, ValueError, "positive and finite"),
         ("set_gradient_divide_factor", math.inf, ValueError, "positive and finite"),
         ("set_gradient_divide_factor", math.nan, ValueError, "positive and finite"),
+        ("set_reduce_scatter_divide_factor", "2", TypeError, "divide factor to be a number"),
         ("set_gradient_scaling_factor", "2", TypeError, "scaling factor to be a number"),
         ("set_gradient_scaling_factor", True, TypeError, "scaling factor to be a number"),
         ("set_reduce_op_type", "mean", ValueError, 'to be "avg" or "sum"'),
@@ -117,6 +118,7 @@ def test_setters_refuse_what_they_cannot_mean(name: str, value: object, error: t
 @pytest.mark.parametrize("number", [2, 2.0, np.float32(2), np.float64(2), np.int64(2)], ids=repr)
 def test_factors_are_numbers_of_python_and_of_numpy(number: float) -> None:
     model = wrap(Net())
+    model.set_reduce_scatter_divide_factor(number)  # its older name
     model.set_gradient_divide_factor(number)
     model.set_gradient_scaling_factor(number)
     assert {type(group.gradient_scaling_factor) for unit in units(model) for group in unit.groups} == {float}

@@ -139,6 +139,10 @@ class GradientBucket:
 Buckets = dict[tuple[Any, Any], GradientBucket]
 
 
+def has_new(params: Sequence[ShardedParam]) -> bool:
+    return any(param.new_grad is not None for param in params)
+
+
 def accumulate(params: Sequence[ShardedParam]) -> None:
     """Add new gradients to kept ones."""
     for param in params:

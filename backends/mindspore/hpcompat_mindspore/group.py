@@ -260,6 +260,9 @@ class GroupTensors:
 
     # Gradients
 
+    def has_new_gradients(self) -> bool:
+        return gradients.has_new(self.params)
+
     def accumulate_gradients(self) -> None:
         gradients.accumulate(self.params)
 

@@ -35,6 +35,10 @@ class GradientBucket:
 Buckets = dict[tuple[torch.dtype, torch.dtype], GradientBucket]
 
 
+def has_new(params: Sequence[ShardedParam]) -> bool:
+    return any(param.unsharded_param is not None and param.unsharded_param.grad is not None for param in params)
+
+
 def accumulate(params: Sequence[ShardedParam]) -> None:
     """Add new gradients to kept ones."""
     for param in params:

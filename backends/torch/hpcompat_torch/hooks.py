@@ -10,6 +10,7 @@ the post-backward instead.
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -104,7 +105,7 @@ def after_forward(unit: Unit, index: int, output: Any) -> Any:
     with_hooks = bool(completed) and torch.is_grad_enabled()
     for done in completed:
         if with_hooks:
-            _attach_pre_backward(done, output)
+            output = _attach_pre_backward(done, output)
         if done is not unit:
             output = _cast_output(done, output)
     return _cast_output(unit, output)
@@ -151,20 +152,66 @@ def _with_post_backward(group: ParamGroup, tensor: torch.Tensor) -> torch.Tensor
     return viewed
 
 
-def _attach_pre_backward(unit: Unit, output: Any) -> None:
+class _PreBackward(torch.autograd.Function):
+    """Identity whose backward runs a unit's pre-backward: for outputs inside a transform of ``torch.func``, which say
+    that they need no gradient although the transform's own outputs may.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(unit: Unit, output: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Unit, torch.Tensor], output: torch.Tensor) -> None:
+        ctx.unit = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.unit.pre_backward()
+        return None, grad
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:
+        return _PreBackward.apply(ctx.unit, tangent)  # type: ignore[no-any-return]
+
+
+def _attach_pre_backward(unit: Unit, output: Any) -> Any:
     tensors = tensors_with_grad(output)
     if not isinstance(output, torch.Tensor):
-        owner = hidden_tensor_owner(output)
-        if owner is not None:
-            raise TypeError(
-                f"expected the output of unit {unit.fqn!r} ({type(unit.modules[0]).__name__}) to hold its tensors in "
-                f"dicts, lists, tuples or dataclasses, but got a {owner} that hides tensors: backward could not "
-                f"gather the parameters. Return the tensors, or make {owner} a dataclass"
-            )
+        _check_for_hidden_tensors(unit, output, shown=tensors)
     for tensor in tensors:
         if tensor._base is not None:
             _warn_about_view(unit)
         tensor.register_hook(lambda grad: unit.pre_backward())
+    if torch._C._are_functorch_transforms_active():
+        return map_tensors(functools.partial(_with_pre_backward, unit), output)
+    return output
+
+
+def _with_pre_backward(unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
+    may_need_grad = tensor.is_floating_point() or tensor.is_complex()
+    return _PreBackward.apply(unit, tensor) if may_need_grad and not tensor.requires_grad else tensor  # type: ignore[no-any-return]
+
+
+def _check_for_hidden_tensors(unit: Unit, output: Any, *, shown: list[torch.Tensor]) -> None:
+    owner = hidden_tensor_owner(output)
+    if owner is None:
+        return
+    whose = f"the output of unit {unit.fqn!r} ({type(unit.modules[0]).__name__})"
+    if not shown:
+        raise TypeError(
+            f"expected {whose} to hold its tensors in dicts, lists, tuples or dataclasses, but got a {owner} that "
+            f"hides tensors: backward could not gather the parameters. Return the tensors, or make {owner} a dataclass"
+        )
+    # Such as a cache of keys and values beside the hidden states.
+    warnings.warn(
+        f"{whose} has a {owner} that hides tensors beside those that it shows. Gradients must come through the shown "
+        f"ones first: they gather the parameters for backward. Detach the tensors in it, or make {owner} a dataclass",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 def _warn_about_view(unit: Unit) -> None:

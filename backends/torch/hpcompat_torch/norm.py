@@ -176,6 +176,8 @@ def _local_norms(
     nothing = torch.full((), math.inf if order < 0 else 0.0, dtype=dtype, device=home)
     norms = [nothing] * len(grads)
     for numbers, tensors in _by_kind(grads):
+        if tensors[0].is_complex():  # the kernels would want a complex dtype for the sum
+            tensors = [torch.view_as_real(grad) if order == 2 else grad.abs() for grad in tensors]
         for number, norm in zip(numbers, torch._foreach_norm(tensors, order, dtype=dtype), strict=True):
             norms[number] = norm.to(home)
     return torch.stack(norms)

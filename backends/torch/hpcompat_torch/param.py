@@ -156,17 +156,18 @@ class ShardedParam:
     def is_replaced(self) -> bool:
         """Whether somebody has registered another parameter in place of the shard."""
         module, attribute = self.places[0]
-        return module._parameters[attribute] is not self.sharded_param
+        return module._parameters.get(attribute) is not self.sharded_param
 
     def refresh_sharded_param(self) -> None:
         """Take up a parameter that was registered in place of ours, at every place that shares it."""
         module, attribute = self.places[0]
-        current = module._parameters[attribute]
+        current = module._parameters.get(attribute)
         if current is not self.sharded_param:
             if not isinstance(current, DTensor):
                 raise TypeError(
                     f"expected parameter {self.name!r} to stay a DTensor, but got {type(current).__name__}; assign a "
-                    "DTensor with the sharded parameter's mesh and placements, or load with load_state_dict"
+                    "DTensor with the sharded parameter's mesh and placements, or load with load_state_dict; register "
+                    "a parametrization before wrapping"
                 )
             setattr(current, _UID, self.uid)
             self.sharded_param = current

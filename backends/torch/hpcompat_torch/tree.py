@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -118,7 +119,7 @@ def _contents(value: Any) -> tuple[list[Any], bool]:
         return list(value), True
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name) for field in dataclasses.fields(value)], True
-    if isinstance(value, set | frozenset):
+    if isinstance(value, set | frozenset | deque):
         return list(value), False
     if isinstance(value, types.FunctionType):
         return [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()], False

@@ -67,4 +67,6 @@ def test_every_switch_has_a_row() -> None:
     }
     # Its error is native's, a ValueError: it has rows of its own.
     assert switches.pop("set_reshard_after_forward") == "reshard_after_forward"
+    # Asked for as an option of a setter, which it calls.
+    assert switches.pop("no_sync") == "recurse"
     assert switches == settings.SWITCHES

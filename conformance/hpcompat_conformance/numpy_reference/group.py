@@ -111,6 +111,9 @@ class GroupTensors:
 
     # Gradients
 
+    def has_new_gradients(self) -> bool:
+        return any(param.has_new_gradient for param in self.params)
+
     def accumulate_gradients(self) -> None:
         for param in self.params:
             if param.accumulated_grad is not None:

@@ -128,6 +128,10 @@ class ShardedParam:
         is_due = self.partial_grad is not None or (fill_unused and self.sharded.requires_grad)
         return np.zeros(self.layout.shape, self.param_dtype) if grad is None and is_due else grad
 
+    @property
+    def has_new_gradient(self) -> bool:
+        return self.unsharded is not None and self.unsharded.grad is not None
+
     def take_new_gradient(self) -> Array | None:
         if self.unsharded is None:
             return None

@@ -10,13 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
+import hpcompat
 from behaviour.models import (
     WIDTH,
     assert_same_bits,
     batch,
     fill,
     gradients,
+    integers,
     loss_of,
     mlp,
     parameters,
@@ -269,3 +272,92 @@ def sync_stream_completes_what_is_pending() -> None:
     model.hsdp_sync_stream()  # nothing is left
     assert arrived == [True]
     assert_same_bits(gradients(model), true_gradients(mlp()))
+
+
+class Siamese(nn.Module):
+    """Two calls of one layer, each recomputed in a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.requires_grad_()
+        calls = [checkpoint(self.layer, factor * inputs, use_reentrant=True) for factor in (1, 2)]
+        return self.head(calls[0] + calls[1])
+
+
+@behaviour(1, 2, 4, each=[{"head": True}, {"head": False}])
+def a_unit_that_reentrant_checkpoints_run_twice(head: bool) -> None:
+    """The second recomputation brings gradients after the unit has reduced those of the first."""
+    truth, model = fill(Siamese()), fill(Siamese())
+    shard(model.layer)
+    if head:
+        shard(model.head)
+    shard(model)
+    for step in range(2):
+        model.zero_grad()
+        loss_of(model, batch(step=step)).backward()
+        assert all(isinstance(parameter, DTensor) for parameter in model.layer.parameters()), "resharded"
+        assert_same_bits(gradients(model), true_gradients(truth, step=step))
+
+
+def loss_after_a_look(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Autocast keeps the casts of the weights that it made without gradients."""
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            model(inputs)
+        return loss_of(model, inputs).float()
+
+
+@behaviour(1, 2, 4)
+def a_forward_without_gradients_under_the_same_autocast() -> None:
+    """The gradient of a cached cast comes when its unit has already reduced the others."""
+    truth, model = mlp(), wrap(mlp())
+    for step in range(2):
+        model.zero_grad()
+        loss_after_a_look(model, batch(step=step)).backward()
+        assert_same_bits(gradients(model), true_gradients(truth, step=step, loss=loss_after_a_look))
+
+
+class Mapped(nn.Module):
+    """Calls its layers inside a transform of `torch.func`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.func.vmap(self.second)(torch.func.vmap(self.first)(inputs))
+
+
+@behaviour(1, 2, 4)
+def units_inside_a_vmap_gather_in_backward() -> None:
+    model = fill(Mapped())
+    for layer in (model.first, model.second):
+        shard(layer)
+    shard(model)
+    loss_of(model, batch()).backward()
+    assert_same_bits(gradients(model), true_gradients(fill(Mapped())))
+
+
+class Complex(nn.Module):
+    """A complex parameter with rows for three ranks at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.complex(integers((3, WIDTH), seed=0), integers((3, WIDTH), seed=1)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.view_as_real(inputs.to(torch.complex64) @ self.table.t()).sum(-1)
+
+
+@behaviour(1, 2, 4, each=[{"norm_type": 2.0}, {"norm_type": 1.0}, {"norm_type": float("inf")}])
+def complex_gradients_are_clipped(norm_type: float) -> None:
+    """Their elements count by their absolute values."""
+    truth, model = Complex(), shard(Complex())
+    wanted = true_gradients(truth)["table"]
+    loss_of(model, batch()).backward()
+    norm = hpcompat.clip_grad_norm_(model, 1.0, norm_type=norm_type)
+    torch.testing.assert_close(norm, torch.linalg.vector_norm(wanted, norm_type))
+    torch.testing.assert_close(gradients(model)["table"], wanted / (norm + 1e-6))

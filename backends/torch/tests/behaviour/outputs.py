@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,13 @@ class Returns(nn.Linear):
         return self.form(super().forward(inputs))
 
 
+class Pick(nn.Module):
+    """The first of several outputs."""
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return inputs[0]
+
+
 def returning(form: Any) -> Any:
     """A model of two layers whose second returns ``form(result)``; both wrapped, so that backward must gather."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Returns(WIDTH, WIDTH))
@@ -61,6 +69,7 @@ HIDING = {
     "tensor-in-list-in-object": lambda result: Box([result]),
     "object-in-object": lambda result: Box(Box(result)),
     "set": lambda result: {result},
+    "deque": lambda result: deque([result]),
 }
 SHOWING = {
     "dataclass": lambda result: Parcel(result, {"more": [result * 2]}),
@@ -80,13 +89,26 @@ TENSOR_OF = {
 def hidden_tensors_are_refused(form: str) -> None:
     """By name, before backward can go wrong; and the model can be used again at once."""
     model = returning(HIDING[form])
-    owner = "set" if form == "set" else "Box"
+    owner = form if form in ("set", "deque") else "Box"
     with pytest.raises(TypeError, match=rf"HSDPReturns.*but got a {owner} that hides tensors"):
         model(batch())
     model.reset_iter_state()
     model[1].form = lambda result: result
     loss_of(model, batch()).backward()
     assert_same_bits(gradients(model), true_gradients(plain()))
+
+
+@behaviour(reports=["A71"], each=[{"is_root": False}, {"is_root": True}])
+def hidden_tensors_beside_the_output_warn(is_root: bool) -> None:
+    """A cache of what was computed does no harm as long as the gradients come through the output."""
+    model = returning(lambda result: (result, Box([result * 2])))
+    model = model if is_root else shard(nn.Sequential(model, Pick()))
+    with pytest.warns(UserWarning, match="HSDPReturns.* has a Box that hides tensors beside those that it shows"):
+        output = model(batch())
+    output = output[0] if is_root else output
+    (output * torch.arange(1, output.numel() + 1).view_as(output)).sum().backward()
+    found = {name.removeprefix("" if is_root else "0."): value for name, value in gradients(model).items()}
+    assert_same_bits(found, true_gradients(plain()))
 
 
 @behaviour(reports=["A71"])
