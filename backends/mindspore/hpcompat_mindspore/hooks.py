@@ -9,13 +9,13 @@ so all gradients of the group are there by then.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import mindspore
 from mindspore import Tensor, nn
 
+from hpcompat.core.outputs import check_hidden_tensors
 from hpcompat.core.states import ForwardEntry
 from hpcompat.core.unit import unit_of
 from hpcompat.errors import StateDictError
@@ -125,28 +125,9 @@ def _attach_post_backward(group: ParamGroup, args: Args, kwargs: Kwargs) -> tupl
 def _attach_pre_backward(unit: Unit, output: Any) -> None:
     tensors = tensors_with_grad(output)
     if not isinstance(output, Tensor):
-        _check_for_hidden_tensors(unit, output, shown=tensors)
+        check_hidden_tensors(unit, owner=hidden_tensor_owner(output), beside_shown=bool(tensors))
     for tensor in tensors:
         tensor.register_hook(lambda grad: unit.pre_backward())
-
-
-def _check_for_hidden_tensors(unit: Unit, output: Any, *, shown: list[Tensor]) -> None:
-    owner = hidden_tensor_owner(output)
-    if owner is None:
-        return
-    whose = f"the output of unit {unit.fqn!r} ({type(unit.modules[0]).__name__})"
-    if not shown:
-        raise TypeError(
-            f"expected {whose} to hold its tensors in dicts, lists, tuples or dataclasses, but got a {owner} that "
-            f"hides tensors: backward could not gather the parameters. Return the tensors, or make {owner} a dataclass"
-        )
-    # Such as a cache of keys and values beside the hidden states.
-    warnings.warn(
-        f"{whose} has a {owner} that hides tensors beside those that it shows. Gradients must come through the shown "
-        f"ones first: they gather the parameters for backward. Detach the tensors in it, or make {owner} a dataclass",
-        UserWarning,
-        stacklevel=4,
-    )
 
 
 # Cell methods

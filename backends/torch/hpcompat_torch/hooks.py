@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from hpcompat.core.outputs import check_hidden_tensors
 from hpcompat.core.states import ForwardEntry
 from hpcompat.core.unit import unit_of
 from hpcompat.errors import StateDictError
@@ -180,7 +181,7 @@ class _PreBackward(torch.autograd.Function):
 def _attach_pre_backward(unit: Unit, output: Any) -> Any:
     tensors = tensors_with_grad(output)
     if not isinstance(output, torch.Tensor):
-        _check_for_hidden_tensors(unit, output, shown=tensors)
+        check_hidden_tensors(unit, owner=hidden_tensor_owner(output), beside_shown=bool(tensors))
     for tensor in tensors:
         if tensor._base is not None:
             _warn_about_view(unit)
@@ -193,25 +194,6 @@ def _attach_pre_backward(unit: Unit, output: Any) -> Any:
 def _with_pre_backward(unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
     may_need_grad = tensor.is_floating_point() or tensor.is_complex()
     return _PreBackward.apply(unit, tensor) if may_need_grad and not tensor.requires_grad else tensor  # type: ignore[no-any-return]
-
-
-def _check_for_hidden_tensors(unit: Unit, output: Any, *, shown: list[torch.Tensor]) -> None:
-    owner = hidden_tensor_owner(output)
-    if owner is None:
-        return
-    whose = f"the output of unit {unit.fqn!r} ({type(unit.modules[0]).__name__})"
-    if not shown:
-        raise TypeError(
-            f"expected {whose} to hold its tensors in dicts, lists, tuples or dataclasses, but got a {owner} that "
-            f"hides tensors: backward could not gather the parameters. Return the tensors, or make {owner} a dataclass"
-        )
-    # Such as a cache of keys and values beside the hidden states.
-    warnings.warn(
-        f"{whose} has a {owner} that hides tensors beside those that it shows. Gradients must come through the shown "
-        f"ones first: they gather the parameters for backward. Detach the tensors in it, or make {owner} a dataclass",
-        UserWarning,
-        stacklevel=4,
-    )
 
 
 def _warn_about_view(unit: Unit) -> None:
