@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from rich.console import Console
 
-from hpcompat_torch.distributed import let_gloo_threads_rest
+from hpcompat_torch.distributed import destroy_process_group
 from paired.machine import without_nan
 
 WIDTH_OF_FILES = 130
@@ -93,8 +93,7 @@ def process_group(device: torch.device, *, rank: int, num_procs: int, store_path
     try:
         yield
     finally:
-        dist.destroy_process_group()
-        let_gloo_threads_rest()
+        destroy_process_group()
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any, Literal
 
@@ -154,11 +155,8 @@ def _make_side(name: SideName, settings: Settings, *, mesh: DeviceMesh, rank: in
     else:
         parameters = _sharded_parameters(kind, settings, mesh=mesh, rank=rank)
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
-    return Side(name, parameters, optimizer, _our_step(optimizer) if kind == "hpcompat" else optimizer.step)
-
-
-def _our_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    return lambda: hpcompat.optimizer_step(optimizer)
+    step = partial(hpcompat.optimizer_step, optimizer) if kind == "hpcompat" else optimizer.step
+    return Side(name, parameters, optimizer, step)
 
 
 def _sharded_parameters(implementation: str, settings: Settings, *, mesh: DeviceMesh, rank: int) -> list[Tensor]:

@@ -66,9 +66,9 @@ def complaints(plans: Sequence[runner.Plan], *, runs: Sequence[Run], known: Sequ
 def _interruptions(plans: Sequence[runner.Plan], *, runs: Sequence[Run]) -> list[str]:
     came_to = {run.implementation: len(run.results) for run in runs}
     return [
-        f"interrupted: {came_to.get(plan.adapter.name, 0)} of {plan.size} results for {plan.adapter.name}"
+        f"interrupted: {num_results} of {plan.size} results for {plan.adapter.name}"
         for plan in plans
-        if came_to.get(plan.adapter.name, 0) < plan.size
+        if (num_results := came_to.get(plan.adapter.name, 0)) < plan.size
     ]
 
 

@@ -206,7 +206,9 @@ def test_a_set_up_that_raises(launcher: Launcher) -> None:
     with WorkerPool(2, setup=set_up_that_raises, launcher=launcher, grace=0.2) as pool:
         for start in (1, 2):
             # Whichever rank is first; the other may still be importing.
-            with pytest.raises(JobFailed, match=r"set_up_that_raises on 2 ranks: failed[\s\S]*no luck on rank [01]"):
+            with pytest.raises(
+                JobFailed, match=r"set-up .*:set_up_that_raises on 2 ranks: failed[\s\S]*no luck on rank [01]"
+            ):
                 pool.run(job_identity)
             assert pool.num_starts == start
 

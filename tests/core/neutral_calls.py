@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -103,14 +104,16 @@ def _batch() -> Any:
     return hpcompat.from_numpy(numbers.normal(size=(ROWS, 4)).astype(np.float32))
 
 
+def _loss_of(model: Any, x: Any) -> Any:
+    return (model(x) * model(x)).mean()
+
+
 def gradients(*, model: Any) -> None:
     """`model` is a function that makes the same sharded model of 4 inputs on every rank."""
     model = model()
     weights = list(hpcompat.parameters(model))
     batch = _batch()
-
-    def loss_of(x: Any) -> Any:
-        return (model(x) * model(x)).mean()
+    loss_of = partial(_loss_of, model)
 
     hpcompat.backward(loss_of(batch))
     once = [hpcompat.to_numpy(weight.grad) for weight in weights]
@@ -136,9 +139,7 @@ def wrong_gradients(*, model: Any) -> None:
     model = model()
     weights = list(hpcompat.parameters(model))
     batch = _batch()
-
-    def loss_of(x: Any) -> Any:
-        return (model(x) * model(x)).mean()
+    loss_of = partial(_loss_of, model)
 
     for wrong in (weights[0], model, None, 7, [model], [weights[0], "weight"]):
         with pytest.raises(TypeError, match=r"expected weights to be .*, but got .*; pass list\(hpcompat.parameters"):

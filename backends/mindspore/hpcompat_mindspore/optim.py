@@ -154,16 +154,13 @@ def _check_shards(optimizer: Any, parameters: tuple[Parameter, ...]) -> None:
     for _, states in _states_of(optimizer, parameters):
         for state, parameter in zip(states, parameters, strict=True):
             if tuple(state.shape) not in (tuple(parameter.shape), ()):
-                param = param_of(parameter)
-                is_whole = param is not None and tuple(state.shape) == param.layout.shape
+                param, kind = param_of(parameter), type(optimizer).__name__
+                advice = f"{kind} does not update element by element: take hpcompat.optim's"
+                if param is not None and tuple(state.shape) == param.layout.shape:
+                    advice = f"create {kind} after wrapping"
                 raise RuntimeError(
                     f"expected a state of the shard's shape, {tuple(parameter.shape)}, but got {state.name!r} of "
-                    f"shape {tuple(state.shape)}; "
-                    + (
-                        f"create {type(optimizer).__name__} after wrapping"
-                        if is_whole
-                        else f"{type(optimizer).__name__} does not update element by element: take hpcompat.optim's"
-                    )
+                    f"shape {tuple(state.shape)}; {advice}"
                 )
 
 

@@ -107,9 +107,10 @@ def _lists(recipe: Recipe, group: Group, states: Any) -> Lists | None:
     members: list[Any] = group["params"]
     grads: list[Any] = [parameter.grad for parameter in members]
     if type(None) in {*map(type, grads)}:
-        if any(p.grad is None and getattr(p, "main_grad", None) is not None for p in members):
+        pairs = list(zip(members, grads, strict=True))
+        if any(grad is None and getattr(parameter, "main_grad", None) is not None for parameter, grad in pairs):
             return None
-        members = [parameter for parameter, grad in zip(members, grads, strict=True) if grad is not None]
+        members = [parameter for parameter, grad in pairs if grad is not None]
         grads = [grad for grad in grads if grad is not None]
     if recipe.keys is None:
         return None if members else ()

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from hpcompat_conformance.pytest_plugin import pool as pool
-from hpcompat_torch.distributed import let_gloo_threads_rest
+from hpcompat_torch.distributed import destroy_process_group
 
 
 @pytest.fixture(scope="session")
@@ -22,5 +22,4 @@ def one_rank() -> Iterator[None]:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
-    let_gloo_threads_rest()
+    destroy_process_group()
