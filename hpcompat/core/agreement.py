@@ -207,9 +207,6 @@ class Agreement:
         # By whether the replicas take part: without them each may have gradients of its own.
         self._missing_before: dict[bool, tuple[str, ...]] = {False: (), True: ()}
         self._notes: dict[bool, Notes | None] = {}
-        # [Note: places] How often this group has been where in the order of collectives it was last.
-        self._order: tuple[int, int] = (-1, -1)
-        self._num_here = 0
 
     def before_gather(self) -> None:
         """[Note: debugging]"""
@@ -258,13 +255,9 @@ class Agreement:
         if notes not in ctx.numbers:
             ctx.numbers[notes] = notes.num_contexts
             notes.num_contexts += 1
-        ctx.num_pledges += 1
-        if self._order != (ctx.num_resets, ctx.num_issued):
-            self._order, self._num_here = (ctx.num_resets, ctx.num_issued), 0
-        self._num_here += 1
-        group = self._group
-        step = str(ctx.num_pledges) if is_debugging else f"{group.fqn}.{group.index}.{self._num_here}"
-        return Place(ctx.numbers[notes], ctx.num_issued, step)
+        counted = "" if is_debugging else f"{self._group.fqn}.{self._group.index}."
+        ctx.num_pledges[counted] += 1
+        return Place(ctx.numbers[notes], ctx.num_issued, f"{counted}{ctx.num_pledges[counted]}")
 
     def _join(self, found: dict[int, tuple[Step, bool]]) -> None:
         """Take part with zeros in the reduction that other ranks have begun, if it is one of this group's."""
@@ -303,7 +296,9 @@ def lose_patience() -> None:
 
 
 def forget(ctx: CommContext) -> None:
-    """After a reset: leave no more notes about what this rank had begun."""
+    """After a reset: leave no more notes about what this rank had begun, and count its steps anew."""
+    if not is_debugging:
+        ctx.num_pledges.clear()
     for pledge in tuple(_recent):
         pledge.forget(ctx)
 

@@ -26,7 +26,7 @@ worth nothing and is dropped by all ranks.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -79,11 +79,10 @@ class CommContext:
         # [Note: catching up] How many collectives were issued, and the most that this rank has taken part in.
         self._num_issued = 0
         self._num_taken_part = 0
-        # For hpcompat.core.agreement: its number among those of a group of ranks, pledges since the last collective,
-        # and how often a step was given up or is repeated.
+        # For hpcompat.core.agreement: its number among those of a group of ranks, and the pledges since the last
+        # collective, by what they are counted for.
         self.numbers: dict[Notes, int] = {}
-        self.num_pledges = 0
-        self.num_resets = 0
+        self.num_pledges: Counter[str] = Counter()
         # For [Note: last words].
         self.last_begun: tuple[str, ParamGroup] | None = None
         self._is_initialized = False
@@ -123,7 +122,7 @@ class CommContext:
         if self._num_issued == self._num_taken_part:
             self._num_taken_part += 1
         self._num_issued += 1
-        self.num_pledges = 0
+        self.num_pledges.clear()
 
     @contextmanager
     def catching_up(self, start: int) -> Iterator[None]:
@@ -133,8 +132,8 @@ class CommContext:
                 f"expected where a step of this model began, between 0 and {self._num_taken_part}, but got {start!r}; "
                 "pass what begin_step returned"
             )
-        self._num_issued, self.num_pledges = start, 0
-        self.num_resets += 1
+        self._num_issued = start
+        self.num_pledges.clear()
         try:
             yield
             if self._num_issued < self._num_taken_part:
@@ -209,7 +208,6 @@ class CommContext:
 
     def reset(self) -> None:
         """After an exception: wait for what is in flight and forget it."""
-        self.num_resets += 1
         self.post_forward_order.clear()
         self.release_held_gather()
         while self._reductions:
