@@ -19,7 +19,7 @@ DEFAULT_PACKAGE = "hpcompat_conformance.cases"
 @dataclass(frozen=True)
 class Case:
     """``id`` is the module's last name and the function's, ``requires`` the capabilities without which it is skipped,
-    ``reports`` the public reports (ids of the collection in the docs) that it guards against."""
+    ``reports`` the public reports (ids of `public_reports`) that it guards against."""
 
     id: str
     clause: str

@@ -54,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--merge", type=Path, nargs="+", metavar="JSON", help="report on results of earlier runs; run nothing"
     )
     reports.add_argument("--spec-page", type=Path, metavar="FILE", help="write the spec as Markdown and stop")
+    reports.add_argument(
+        "--public-reports-page", type=Path, metavar="FILE", help="write the public reports as Markdown and stop"
+    )
     mutants.add_arguments(parser)
 
 
@@ -87,6 +90,9 @@ def _run(args: argparse.Namespace, *, console: Console) -> int:
         return 0
     if args.spec_page is not None:
         args.spec_page.write_text(rendering.spec_page(args.spec), encoding="utf-8")
+        return 0
+    if args.public_reports_page is not None:
+        args.public_reports_page.write_text(rendering.public_reports_page(args.spec), encoding="utf-8")
         return 0
     if args.report and args.out is None:
         raise ValueError("expected --out DIR beside --report")

@@ -118,6 +118,11 @@ def test_the_spec_as_a_page(tmp_path: Path) -> None:
     assert (tmp_path / "spec.md").read_text() == rendering.spec_page(spec.VERSION)
 
 
+def test_the_public_reports_as_a_page(tmp_path: Path) -> None:
+    assert main(["--public-reports-page", str(tmp_path / "reports.md")]) == 0
+    assert (tmp_path / "reports.md").read_text() == rendering.public_reports_page(spec.VERSION)
+
+
 def test_cases_as_tests_of_pytest(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     entry = {"case": "schedule.one_process_communicates_nothing", "reason": "r", "link": "l"}

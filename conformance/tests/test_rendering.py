@@ -11,7 +11,9 @@ import pytest
 from junitparser import JUnitXml
 
 from hpcompat_conformance import document, rendering, spec
+from hpcompat_conformance.case import all_cases
 from hpcompat_conformance.document import Document
+from hpcompat_conformance.public_reports import public_reports
 from hpcompat_conformance.rendering import badge, markdown, page, table, templating
 from hpcompat_conformance.results import Result
 
@@ -179,5 +181,32 @@ def test_the_page_of_the_spec_has_all_clauses_and_cases() -> None:
         assert f"- **{clause.id}** ({clause.level}) {clause.sentence}\n" in text
 
 
+def test_the_page_of_public_reports_is_up_to_date() -> None:
+    assert (DOCS / "reports.md").read_text() == markdown.public_reports_page(), (
+        "run: hpcompat conformance --public-reports-page docs/reports.md"
+    )
+
+
+def test_the_page_of_public_reports_has_all_of_them_once() -> None:
+    text = markdown.public_reports_page()
+    for report in public_reports().values():
+        assert text.count(f"- [#{report.number}]({report.url}) {report.seen}\n") == 1
+
+
+def test_the_page_of_public_reports_names_clauses_that_cite_and_cases_that_guard() -> None:
+    cases = [replace(all_cases()[0], id="m.one", clause="NUM-03", reports=("pytorch/pytorch#183207",))]
+    _, _, after = markdown.public_reports_page(cases=cases).partition("[#183207]")
+    about = after.partition("\n- ")[0].splitlines()[1:]
+    assert about == [
+        "  - Clauses: [NRM-04](spec.md#norms), [NUM-03](spec.md#numerics), [OPT-01](spec.md#optimizer)",
+        "  - Cases: `m.one`",
+    ]
+
+
 def test_the_page_of_results_names_the_reports_of_a_case(outcome: Document) -> None:
     assert page.render(outcome).count("<h3>") == 12
+    run = outcome.runs[0]
+    result = replace(run.results[0], id="entry.a_registered_method_trains", clause="ENT-01")
+    assert ' <span class="source"><a href="https://github.com/pytorch/pytorch/issues/125394">' in page.render(
+        Document([replace(run, results=[result])])
+    )

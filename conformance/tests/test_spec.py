@@ -17,6 +17,7 @@ import hpcompat
 from hpcompat_conformance import cases, expected, impl, spec
 from hpcompat_conformance.case import all_cases, case
 from hpcompat_conformance.impl import adapter_named, adapter_names
+from hpcompat_conformance.public_reports import public_reports
 from hpcompat_conformance.spec import Clause
 
 
@@ -44,8 +45,14 @@ def test_an_unknown_level_or_clause_is_refused() -> None:
         case("ABC-01", procs=(1,))
 
 
-def test_reports_are_ids_of_the_collection() -> None:
-    assert all(re.fullmatch(r"A\d+", report) for one in all_cases() for report in one.reports)
+def test_cases_cite_public_reports_that_are_listed() -> None:
+    assert {report for one in all_cases() for report in one.reports} <= set(public_reports())
+
+
+def test_public_reports_are_in_order_with_a_sentence_each() -> None:
+    listed = list(public_reports().values())
+    assert listed == sorted(listed, key=lambda report: (report.repository.lower(), report.number))
+    assert [report.id for report in listed if not re.fullmatch(r"[A-Z].*\.", report.seen)] == []
 
 
 @pytest.mark.parametrize("path", sorted(expected.FOLDER.glob("*.json")), ids=lambda path: path.stem)

@@ -43,7 +43,7 @@ def synchronisation_is_set_unit_by_unit(ctx: Context) -> None:
     check_equal(ctx.schedule(log), expected, what="collectives")
 
 
-@case("ACC-02", procs=(1, 2, 4), reports=("A35", "A39"))
+@case("ACC-02", procs=(1, 2, 4), reports=("mindspore-ai/hyper-parallel#437",))
 def the_sum_of_four_microbatches(ctx: Context) -> None:
     truth = ctx.true_gradients(Chain(own=True), steps=range(4))
     for policy in (True, False):
@@ -54,7 +54,7 @@ def the_sum_of_four_microbatches(ctx: Context) -> None:
         check_arrays(ctx.gradients(model), truth, what=f"gradient with reshard_after_forward={policy}")
 
 
-@case("ACC-02", procs=(4,), reports=("A35",))
+@case("ACC-02", procs=(4,), reports=("mindspore-ai/hyper-parallel#437",))
 def the_sum_of_four_microbatches_under_hsdp(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Chain()), units=UNITS, mesh=ctx.mesh_2d(2))
     for step in range(4):
@@ -72,7 +72,7 @@ def no_gradient_appears_without_synchronisation(ctx: Context) -> None:
     check_equal(present, [], what="parameters with a gradient")
 
 
-@case("ACC-04", procs=(4,), reports=("A37",))
+@case("ACC-04", procs=(4,), reports=("pytorch/torchtitan#1929",))
 def all_reduce_only_in_the_last_microbatch(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Chain()), units=UNITS, mesh=ctx.mesh_2d(2), reshard_after_forward=False)
     with ctx.record() as first:
@@ -100,7 +100,7 @@ def synchronised_backwards_add_up(ctx: Context) -> None:
     check_arrays(ctx.gradients(model), ctx.true_gradients(Chain(), steps=range(3)), what="gradient")
 
 
-@case("ACC-06", procs=(1, 2, 4), requires=("bfloat16",), reports=("A30",))
+@case("ACC-06", procs=(1, 2, 4), requires=("bfloat16",), reports=("pytorch/pytorch#194628",))
 def sums_that_the_parameter_dtype_cannot_hold(ctx: Context) -> None:
     microbatches = (0,) * 15 + (1,)
     truth = ctx.true_gradients(Probe(), steps=microbatches)
@@ -127,7 +127,7 @@ def first_gradient_in_the_last_microbatch(ctx: Context) -> None:
     check_close(ctx.gradients(model), truth, what="gradient", tolerance=2**-6)
 
 
-@case("ACC-08", procs=(1, 2, 4), reports=("A35",))
+@case("ACC-08", procs=(1, 2, 4), reports=("mindspore-ai/hyper-parallel#437",))
 def three_steps_of_four_microbatches(ctx: Context) -> None:
     truth, model = ctx.model(Chain(own=True)), ctx.shard(ctx.model(Chain(own=True)), units=UNITS)
     optimizers = [ctx.framework.optimizer(m, kind="adamw", lr=0.05) for m in (truth, model)]
@@ -147,7 +147,7 @@ def three_steps_of_four_microbatches(ctx: Context) -> None:
     check(len(moved) == len(start), f"expected training to move every parameter, but it moved only {moved}")
 
 
-@case("ACC-08", procs=(1, 2, 4), reports=("A35",))
+@case("ACC-08", procs=(1, 2, 4), reports=("mindspore-ai/hyper-parallel#437",))
 def two_steps_that_accumulate_in_a_reduce_dtype(ctx: Context) -> None:
     # A wider one, so that the numbers stay exact.
     model = ctx.shard(ctx.model(Chain()), units=UNITS, mp_policy=ctx.policy(reduce_dtype="float64"))
@@ -159,7 +159,7 @@ def two_steps_that_accumulate_in_a_reduce_dtype(ctx: Context) -> None:
         check_arrays(ctx.gradients(model), truth, what=f"gradient after step {step}")
 
 
-@case("ACC-09", procs=(1, 2, 4), reports=("A25",))
+@case("ACC-09", procs=(1, 2, 4), reports=("meta-pytorch/torchtune#2172",))
 def losses_weighted_by_tokens(ctx: Context) -> None:
     # Rank r has r + 1 rows that count, of as many as there are.
     rows = [2, 1, 2, 2][: ctx.world_size]
@@ -172,7 +172,7 @@ def losses_weighted_by_tokens(ctx: Context) -> None:
     check_close(ctx.gradients(model), truth, what="gradient", tolerance=2.0**-20)
 
 
-@case("ACC-09", procs=(1, 2, 4), reports=("A34",))
+@case("ACC-09", procs=(1, 2, 4), reports=("pytorch/pytorch#144352",))
 def the_mean_over_microbatches(ctx: Context) -> None:
     truth = ctx.true_gradients(Chain(), steps=range(4), divide_by=4 * ctx.world_size)
     model = ctx.shard(ctx.model(Chain()), units=UNITS)
@@ -182,7 +182,7 @@ def the_mean_over_microbatches(ctx: Context) -> None:
     check_arrays(ctx.gradients(model), truth, what="gradient")
 
 
-@case("ACC-10", procs=(1, 2, 4), reports=("A77",))
+@case("ACC-10", procs=(1, 2, 4), reports=("mindspore-ai/hyper-parallel#324",))
 def a_loss_in_chunks(ctx: Context) -> None:
     truth = ctx.true_gradients(Chain())
     for policy in (True, False):
@@ -201,7 +201,7 @@ def a_loss_in_chunks(ctx: Context) -> None:
         check_arrays(ctx.gradients(model), truth, what=f"gradient with reshard_after_forward={policy}")
 
 
-@case("ACC-11", procs=(2, 4), requires=("FSDPModule.no_sync",), reports=("A45",))
+@case("ACC-11", procs=(2, 4), requires=("FSDPModule.no_sync",), reports=("pytorch/torchtitan#3724",))
 def a_block_without_synchronisation(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Chain()), units=UNITS, reshard_after_forward=False)
     ctx.framework.child(model, "layers.1").set_requires_gradient_sync(False)
@@ -216,7 +216,7 @@ def a_block_without_synchronisation(ctx: Context) -> None:
     check_equal(ctx.schedule(after), expected, what="after the blocks")
 
 
-@case("ACC-11", procs=(4,), requires=("FSDPModule.no_sync",), reports=("A45",))
+@case("ACC-11", procs=(4,), requires=("FSDPModule.no_sync",), reports=("pytorch/torchtitan#3724",))
 def a_block_within_microbatches_without_all_reduce(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Chain()), units=UNITS, mesh=ctx.mesh_2d(2), reshard_after_forward=False)
     model.set_requires_all_reduce(False)
@@ -231,7 +231,7 @@ def a_block_within_microbatches_without_all_reduce(ctx: Context) -> None:
     check_arrays(ctx.gradients(model), ctx.true_gradients(Chain(), steps=range(3)), what="gradient")
 
 
-@case("ACC-11", procs=(1, 2, 4), requires=("FSDPModule.no_sync",), reports=("A45",))
+@case("ACC-11", procs=(1, 2, 4), requires=("FSDPModule.no_sync",), reports=("pytorch/torchtitan#3724",))
 def the_sum_over_a_block_and_a_backward(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Chain()), units=UNITS)
     with model.no_sync():

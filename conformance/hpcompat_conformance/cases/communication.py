@@ -36,7 +36,7 @@ def install(ctx: Context, model: Any) -> tuple[ForwardingAllGather, ForwardingRe
     return gather, scatter
 
 
-@case("COM-01", procs=(2, 4), requires=(*CUSTOM, "bfloat16"), reports=("A88",))
+@case("COM-01", procs=(2, 4), requires=(*CUSTOM, "bfloat16"))
 def arguments_of_an_all_gather(ctx: Context) -> None:
     for param_dtype in (None, "bfloat16"):
         model = ctx.shard(ctx.model(UNEVEN), mp_policy=ctx.policy(param_dtype=param_dtype))
@@ -65,7 +65,7 @@ def check_slot(ctx: Context, call: dict[str, Any]) -> None:
     check(is_view, "expected the input to lie in the memory of the output")
 
 
-@case("COM-02", procs=(2, 4), requires=(*CUSTOM, "bfloat16"), reports=("A88",))
+@case("COM-02", procs=(2, 4), requires=(*CUSTOM, "bfloat16"))
 def arguments_of_a_reduce_scatter(ctx: Context) -> None:
     for reduce_dtype in (None, "bfloat16"):
         model = ctx.shard(ctx.model(UNEVEN), mp_policy=ctx.policy(reduce_dtype=reduce_dtype))
@@ -115,7 +115,7 @@ def every_option(ctx: Context) -> list[dict[str, Any]]:
     return options
 
 
-@case("COM-03", procs=(2, 4), requires=(*CUSTOM, "bfloat16"), reports=("A88",))
+@case("COM-03", procs=(2, 4), requires=(*CUSTOM, "bfloat16"))
 def forwarding_changes_nothing(ctx: Context) -> None:
     for options in every_option(ctx):
         comms: list[Any] = []
@@ -185,7 +185,7 @@ def hooked(ctx: Context, **options: Any) -> tuple[Any, list[Hook]]:
     return model, [*hooks[1:], hooks[0]]
 
 
-@case("COM-07", procs=(1, 2, 4), requires=HOOK, reports=("A88",))
+@case("COM-07", procs=(1, 2, 4), requires=HOOK, reports=("pytorch/pytorch#147114",))
 def the_hook_gets_the_reduced_shards(ctx: Context) -> None:
     for num_replicas in (size for size in (1, 2, 4) if ctx.world_size % size == 0):
         model, hooks = hooked(ctx, mesh=ctx.mesh_2d(num_replicas))

@@ -29,30 +29,30 @@ def check_refused(ctx: Context, model: Any, use: Sequence[int], *, naming: str) 
     check_arrays(ctx.gradients(model), ctx.true_gradients(Branches(), steps=(1,)), what="gradient of the next batch")
 
 
-@case("RED-11", procs=(2, 4), requires=REQUIRES, reports=("A57",))
+@case("RED-11", procs=(2, 4), requires=REQUIRES, reports=("pytorch/pytorch#158719",))
 def as_many_elements_on_every_rank(ctx: Context) -> None:
     check_refused(ctx, ctx.shard(ctx.model(Branches())), (1 + ctx.rank % 2,), naming="layers.2.weight")
 
 
-@case("RED-11", procs=(4,), requires=REQUIRES, reports=("A57",))
+@case("RED-11", procs=(4,), requires=REQUIRES, reports=("pytorch/pytorch#158719",))
 def as_many_elements_on_every_rank_under_hsdp(ctx: Context) -> None:
     for use in (1 + ctx.rank % 2, 1 + ctx.rank // 2, 1 + (ctx.rank == 3)):
         check_refused(ctx, ctx.shard(ctx.model(Branches()), mesh=ctx.mesh_2d(2)), (use,), naming="layers.2.weight")
 
 
-@case("RED-11", procs=(2, 4), requires=REQUIRES, reports=("A57",))
+@case("RED-11", procs=(2, 4), requires=REQUIRES, reports=("pytorch/pytorch#158719",))
 def as_many_elements_on_every_replica(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Branches()), mesh=ctx.mesh_2d(ctx.world_size))
     check_refused(ctx, model, (1 + ctx.rank % 2,), naming="layers.2.weight")
 
 
-@case("RED-11", procs=(2, 4), requires=REQUIRES, reports=("A57",))
+@case("RED-11", procs=(2, 4), requires=REQUIRES, reports=("pytorch/pytorch#158719",))
 def more_elements_on_some_ranks(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Branches()))
     check_refused(ctx, model, (1, 2) if ctx.rank == 0 else (2,), naming="layers.1.bias")
 
 
-@case("RED-11", procs=(4,), requires=REQUIRES, reports=("A57",))
+@case("RED-11", procs=(4,), requires=REQUIRES, reports=("pytorch/pytorch#158719",))
 def more_elements_on_some_ranks_under_hsdp(ctx: Context) -> None:
     # The root's gradients come last; with several buffers the reduction of layers.2 is still on its way.
     for num_buffers in (1, 4):
@@ -61,7 +61,7 @@ def more_elements_on_some_ranks_under_hsdp(ctx: Context) -> None:
         check_refused(ctx, model, (2,) if ctx.rank == 0 else (1, 2), naming="layers.1.bias")
 
 
-@case("RED-11", procs=(2, 4), requires=REQUIRES, reports=("A57",))
+@case("RED-11", procs=(2, 4), requires=REQUIRES, reports=("pytorch/pytorch#158719",))
 def after_steps_that_went_well(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Branches()))
     for use in ((1,), (1, 2), (2,)):

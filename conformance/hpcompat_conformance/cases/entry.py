@@ -16,7 +16,7 @@ RECIPE = Chain(own=True)
 REGISTER = ("register_fsdp_forward_method",)
 
 
-@case("ENT-01", procs=(1, 2, 4), requires=REGISTER, reports=("A72",))
+@case("ENT-01", procs=(1, 2, 4), requires=REGISTER, reports=("pytorch/pytorch#125394",))
 def a_registered_method_trains(ctx: Context) -> None:
     truth = ctx.true_gradients(RECIPE)
     for policy in (None, True, False):
@@ -34,7 +34,7 @@ def a_registered_method_trains(ctx: Context) -> None:
         check_equal(logs[1], logs[0], what="collectives, and forms after forward, of the registered method")
 
 
-@case("ENT-01", procs=(1, 2, 4), requires=REGISTER, reports=("A72",))
+@case("ENT-01", procs=(1, 2, 4), requires=REGISTER, reports=("pytorch/pytorch#125394",))
 def a_registered_method_without_gradients(ctx: Context) -> None:
     truth = ctx.framework.array(ctx.model(RECIPE)(ctx.inputs(RECIPE)))
     model = ctx.shard(ctx.model(RECIPE), units=UNITS)
@@ -56,7 +56,7 @@ def a_method_of_a_plain_module_and_a_missing_one(ctx: Context) -> None:
         ctx.api.register_fsdp_forward_method(ctx.shard(ctx.model(RECIPE)), "no_such_method")
 
 
-@case("ENT-03", procs=(1, 2), reports=("A48",))
+@case("ENT-03", procs=(1, 2), reports=("huggingface/accelerate#4171",))
 def a_parameter_in_two_units(ctx: Context) -> None:
     model = ctx.model(Tied())
     with check_raises(ValueError, containing="is shared with a parameter already managed"):
@@ -64,7 +64,7 @@ def a_parameter_in_two_units(ctx: Context) -> None:
         model(ctx.inputs(Tied()))
 
 
-@case("ENT-03", procs=(1, 2, 4), reports=("A47", "A48"))
+@case("ENT-03", procs=(1, 2, 4), reports=("pytorch/pytorch#176076", "huggingface/accelerate#4171"))
 def a_parameter_in_a_list_of_modules(ctx: Context) -> None:
     model = ctx.model(Tied())
     ctx.api.fully_shard([ctx.framework.child(model, path) for path in ("embed", "head")], mesh=ctx.mesh())
@@ -177,7 +177,7 @@ def what_cannot_be_sharded(ctx: Context) -> None:
             ctx.shard(ctx.model(Chain(sizes=(3, 4, 5))), shard_placement_fn=place)
 
 
-@case("ENT-08", procs=(1, 2), reports=("A79",))
+@case("ENT-08", procs=(1, 2))
 def an_averaged_copy(ctx: Context) -> None:
     model, average = (ctx.shard(ctx.model(RECIPE), units=UNITS) for _ in range(2))
     with check_raises(AssertionError, containing="does not support deepcopy"):
@@ -204,7 +204,7 @@ def meshes_that_say_too_much_or_too_little(ctx: Context) -> None:
         ctx.api.fully_shard(ctx.model(RECIPE), mesh=ctx.framework.mesh((2, 2)))
 
 
-@case("ENT-10", procs=(2, 4), reports=("A81",))
+@case("ENT-10", procs=(2, 4), reports=("NVIDIA-NeMo/Automodel#2768",))
 def meshes_that_look_like_hsdp(ctx: Context) -> None:
     for names in (("dp_shard", "cp"), ("fsdp", "tp")):
         mesh = ctx.framework.mesh((ctx.world_size // 2, 2), axis_names=names)
@@ -212,7 +212,7 @@ def meshes_that_look_like_hsdp(ctx: Context) -> None:
             ctx.api.fully_shard(ctx.model(RECIPE), mesh=mesh)
 
 
-@case("ENT-11", procs=(1, 2, 4), reports=("A16",))
+@case("ENT-11", procs=(1, 2, 4), reports=("mindspore-ai/hyper-parallel#279",))
 def ignored_parameters(ctx: Context) -> None:
     model = ctx.model(RECIPE)
     parameters = ctx.framework.parameters(model)

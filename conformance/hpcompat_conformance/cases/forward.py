@@ -45,7 +45,7 @@ def nested_outputs(ctx: Context) -> None:
                 check_arrays(ctx.gradients(model), truth, what=what)
 
 
-@case("FWD-02", procs=(1, 2, 4), reports=("A71",))
+@case("FWD-02", procs=(1, 2, 4), reports=("InternLM/xtuner#1677",))
 def outputs_in_an_object(ctx: Context) -> None:
     recipe = Packed(form="object")
     truth = true_gradients(ctx, recipe)

@@ -43,7 +43,7 @@ def parameters_keep_names_order_shapes_and_values(ctx: Context) -> None:
     check_arrays(ctx.values(model), values, what="value")
 
 
-@case("LIF-03", procs=(1, 2, 4), reports=("A74", "A75", "A103"))
+@case("LIF-03", procs=(1, 2, 4), reports=("pytorch/pytorch#144289", "pytorch/pytorch#131965", "pytorch/pytorch#154655"))
 def forms_through_a_step(ctx: Context) -> None:
     kept = {None: ("scale",), True: (), False: ("scale", "layers.")}
     for policy, unsharded in kept.items():
@@ -75,7 +75,7 @@ def two_forwards_before_one_backward(ctx: Context) -> None:
         check_forms(ctx, model, unsharded=(), when="after backward")
 
 
-@case("LIF-06", procs=(1, 2, 4), reports=("A59",))
+@case("LIF-06", procs=(1, 2, 4), reports=("mindspore-ai/hyper-parallel#436",))
 def frozen_then_unfrozen(ctx: Context) -> None:
     model = ctx.model(Chain())
     layer = ctx.framework.child(model, "layers.1")
@@ -92,7 +92,7 @@ def frozen_then_unfrozen(ctx: Context) -> None:
     check_arrays(ctx.gradients(model), truth, what="gradient after unfreezing")
 
 
-@case("LIF-06", procs=(1, 2, 4), reports=("A59", "A62"))
+@case("LIF-06", procs=(1, 2, 4), reports=("mindspore-ai/hyper-parallel#436",))
 def one_frozen_parameter_in_a_unit(ctx: Context) -> None:
     model = ctx.model(Chain())
     ctx.framework.set_requires_grad(ctx.framework.child(model, "layers.1"), False)
@@ -107,7 +107,7 @@ def one_frozen_parameter_in_a_unit(ctx: Context) -> None:
         check_equal(reduced, sum(array.size for array in trained.values()), what="elements reduced")
 
 
-@case("LIF-07", procs=(1, 2, 4), reports=("A47",))
+@case("LIF-07", procs=(1, 2, 4), reports=("pytorch/pytorch#176076",))
 def every_row_of_a_tied_parameter_is_trained(ctx: Context) -> None:
     truth, model = ctx.model(Tied()), ctx.model(Tied())
     names = list(ctx.framework.parameters(model))
@@ -127,7 +127,7 @@ def every_row_of_a_tied_parameter_is_trained(ctx: Context) -> None:
     check_arrays(ctx.values(model), ctx.values(truth), what="value", ulps=4)
 
 
-@case("LIF-08", procs=(1,), reports=("A53",))
+@case("LIF-08", procs=(1,), reports=("mindspore-ai/hyper-parallel#306",))
 def one_process_trains_with_the_same_bits(ctx: Context) -> None:
     truth, model = ctx.model(Chain(own=True)), ctx.shard(ctx.model(Chain(own=True)), units=UNITS)
     check_forms(ctx, model, unsharded=(), when="after wrapping")
@@ -246,7 +246,7 @@ def state_dict_holds_the_sharded_parameters(ctx: Context) -> None:
     check_arrays({name: ctx.framework.full(value) for name, value in state.items()}, values, what="value")
 
 
-@case("SDT-02", procs=(1, 2, 4), reports=("A74",))
+@case("SDT-02", procs=(1, 2, 4), reports=("pytorch/pytorch#144289",))
 def state_dict_after_a_forward_that_keeps_the_parameters(ctx: Context) -> None:
     model = ctx.model(Chain(own=True))
     values = ctx.values(model)
@@ -258,7 +258,7 @@ def state_dict_after_a_forward_that_keeps_the_parameters(ctx: Context) -> None:
     check_arrays({name: ctx.framework.full(value) for name, value in state.items()}, values, what="value")
 
 
-@case("SDT-03", procs=(1, 2, 4), reports=("A50",))
+@case("SDT-03", procs=(1, 2, 4))
 def a_loaded_state_dict_is_used(ctx: Context) -> None:
     recipe = Chain(sizes=(4, 7, 5, 3), own=True)
     other = ctx.framework.model(recipe, seed=ctx.seed + 1)

@@ -79,7 +79,7 @@ def inputs_are_cast(ctx: Context) -> None:
         check_equal(model.seen["side"], dtype, what=f"dtype in forward of a keyword argument of {side.dtype}")
 
 
-@case("MPR-06", procs=(1, 2), requires=BF16, reports=("A68",))
+@case("MPR-06", procs=(1, 2), requires=BF16, reports=("pytorch/torchtitan#2881",))
 def inputs_are_left_alone(ctx: Context) -> None:
     policy = ctx.policy(param_dtype="bfloat16", cast_forward_inputs=False)
     model = ctx.shard(ctx.model(Probe()), mp_policy=policy)
@@ -87,7 +87,7 @@ def inputs_are_left_alone(ctx: Context) -> None:
     check_equal(model.seen, {"input": "float32", "side": "float32", "weight": "bfloat16"}, what="dtypes in forward")
 
 
-@case("MPR-07", procs=(1, 2, 4), requires=BF16, reports=("A65",))
+@case("MPR-07", procs=(1, 2, 4), requires=BF16, reports=("pytorch/pytorch#195946",))
 def each_unit_its_own_policy(ctx: Context) -> None:
     narrow = ctx.policy(param_dtype="bfloat16", reduce_dtype="float32", output_dtype="float32")
     model = ctx.model(CHAIN)
@@ -100,7 +100,7 @@ def each_unit_its_own_policy(ctx: Context) -> None:
     check_close(ctx.gradients(model), ctx.true_gradients(CHAIN), what="gradient", tolerance=2.0**-6)
 
 
-@case("MPR-08", procs=(1, 2, 4), requires=BF16, reports=("A61",))
+@case("MPR-08", procs=(1, 2, 4), requires=BF16, reports=("hiyouga/LlamaFactory#10157",))
 def a_frozen_base_in_bfloat16(ctx: Context) -> None:
     models = [ctx.model(CHAIN) for _ in range(2)]
     for path in ("layers.0", "layers.2"):
@@ -119,7 +119,7 @@ def a_frozen_base_in_bfloat16(ctx: Context) -> None:
         check_equal(found, expected, what="dtypes of the sharded parameters")
 
 
-@case("MPR-09", procs=(1, 2, 4), requires=BF16, reports=("A64",))
+@case("MPR-09", procs=(1, 2, 4), requires=BF16, reports=("pytorch/pytorch#156784",))
 def two_trained_dtypes_in_a_unit(ctx: Context) -> None:
     model = ctx.model(CHAIN)
     ctx.framework.cast(ctx.framework.child(model, "layers.1"), "bfloat16")
@@ -132,7 +132,7 @@ def two_trained_dtypes_in_a_unit(ctx: Context) -> None:
         check_close(ctx.gradients(model), ctx.true_gradients(CHAIN), what="gradient", tolerance=2.0**-6)
 
 
-@case("MPR-10", procs=(1, 2, 4), requires=(*BF16, *MAIN_GRAD), reports=("A41",))
+@case("MPR-10", procs=(1, 2, 4), requires=(*BF16, *MAIN_GRAD), reports=("mindspore-ai/hyper-parallel#396",))
 def main_gradients(ctx: Context) -> None:
     dtypes = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
     options = {key: ctx.framework.dtype(dtype) for key, dtype in dtypes.items()}

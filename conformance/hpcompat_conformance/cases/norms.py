@@ -58,22 +58,29 @@ def check_orders(ctx: Context, recipe: Chain, orders: tuple[float, ...]) -> None
             check_clipping(ctx, model, truth, what=f"of order {order} {name}", norm_type=order)
 
 
-@case("NRM-01", procs=(1, 2, 4), requires=CLIP, reports=("A16", "A18", "A26"))
+@case(
+    "NRM-01",
+    procs=(1, 2, 4),
+    requires=CLIP,
+    reports=("mindspore-ai/hyper-parallel#279", "ByteDance-Seed/VeOmni#184", "verl-project/verl#2282"),
+)
 def sums_of_powers_on_every_mesh(ctx: Context) -> None:
     check_orders(ctx, RECIPE, (2.0, 1.0, 3.0))
 
 
-@case("NRM-01", procs=(1, 2, 4), requires=CLIP, reports=("A16", "A18"))
+@case(
+    "NRM-01", procs=(1, 2, 4), requires=CLIP, reports=("mindspore-ai/hyper-parallel#279", "ByteDance-Seed/VeOmni#184")
+)
 def the_largest_element_on_every_mesh(ctx: Context) -> None:
     check_orders(ctx, Chain(own=True), (math.inf,))
 
 
-@case("NRM-01", procs=(2, 4), requires=CLIP, reports=("A55",))
+@case("NRM-01", procs=(2, 4), requires=CLIP, reports=("ByteDance-Seed/VeOmni#974",))
 def the_largest_element_with_empty_parts(ctx: Context) -> None:
     check_orders(ctx, RECIPE, (math.inf,))
 
 
-@case("NRM-02", procs=(1, 2, 4), requires=CLIP, reports=("A26",))
+@case("NRM-02", procs=(1, 2, 4), requires=CLIP, reports=("verl-project/verl#2282",))
 def a_limit_above_the_norm(ctx: Context) -> None:
     truth = ctx.true_gradients(RECIPE)
     for name, mesh in meshes(ctx).items():
@@ -92,7 +99,12 @@ def the_same_clipping_on_every_rank_and_twice(ctx: Context) -> None:
     check_norm(ctx.clip(model, norm), norm / 4, what="after clipping")
 
 
-@case("NRM-03", procs=(1, 2, 4), requires=(*CLIP, "replicate"), reports=("A19", "A24"))
+@case(
+    "NRM-03",
+    procs=(1, 2, 4),
+    requires=(*CLIP, "replicate"),
+    reports=("pytorch/torchtitan#2318", "ByteDance-Seed/VeOmni#471"),
+)
 def the_same_norm_however_wrapped(ctx: Context) -> None:
     truth = ctx.true_gradients(RECIPE)
     model = ctx.replicate(ctx.model(RECIPE), units=UNITS)
@@ -104,7 +116,7 @@ def the_same_norm_however_wrapped(ctx: Context) -> None:
         check_clipping(ctx, model, truth, what=name)
 
 
-@case("NRM-04", procs=(1, 2, 4), requires=CLIP, reports=("A02", "A16"))
+@case("NRM-04", procs=(1, 2, 4), requires=CLIP, reports=("pytorch/pytorch#183207", "mindspore-ai/hyper-parallel#279"))
 def ignored_parameters(ctx: Context) -> None:
     for name, mesh in meshes(ctx).items():
         model = ctx.model(RECIPE)
@@ -115,7 +127,12 @@ def ignored_parameters(ctx: Context) -> None:
         check_clipping(ctx, model, ctx.true_gradients(RECIPE, ranks=(0,)), what=name)
 
 
-@case("NRM-04", procs=(1, 2, 4), requires=(*CLIP, "fully_shard.replicate_params"), reports=("A16", "A17"))
+@case(
+    "NRM-04",
+    procs=(1, 2, 4),
+    requires=(*CLIP, "fully_shard.replicate_params"),
+    reports=("mindspore-ai/hyper-parallel#279", "mindspore-ai/hyper-parallel#735"),
+)
 def replicated_parameters(ctx: Context) -> None:
     for name, mesh in meshes(ctx).items():
         model = ctx.model(RECIPE)
@@ -125,7 +142,12 @@ def replicated_parameters(ctx: Context) -> None:
         check_clipping(ctx, model, ctx.true_gradients(RECIPE), what=name)
 
 
-@case("NRM-05", procs=(2, 4), requires=(*CLIP, "ShardPlacementResult", "FSDPMeshInfo"), reports=("A21",))
+@case(
+    "NRM-05",
+    procs=(2, 4),
+    requires=(*CLIP, "ShardPlacementResult", "FSDPMeshInfo"),
+    reports=("pytorch/pytorch#180501",),
+)
 def parameters_on_two_meshes(ctx: Context) -> None:
     model = shard_on_two_meshes(ctx, ctx.model(RECIPE))
     # Each mesh averages over its own ranks: the same batch on all.
@@ -160,7 +182,12 @@ def an_infinite_norm(ctx: Context) -> None:
         check(not math.isfinite(found), f"expected a norm that is not finite, but got {found}")
 
 
-@case("NRM-08", procs=(1, 2, 4), requires=(*CLIP, "bfloat16"), reports=("A23",))
+@case(
+    "NRM-08",
+    procs=(1, 2, 4),
+    requires=(*CLIP, "bfloat16"),
+    reports=("mindspore-ai/hyper-parallel#446", "ByteDance-Seed/VeOmni#862"),
+)
 def the_norm_of_bfloat16_gradients(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Chain(sizes=(100, 1000)), dtype="bfloat16"))
     random = np.random.default_rng(ctx.seed)
@@ -173,7 +200,7 @@ def the_norm_of_bfloat16_gradients(ctx: Context) -> None:
     check_norm(ctx.clip(model, 1e9), expected, what="of 101000 numbers in bfloat16", tolerance=1e-5)
 
 
-@case("NRM-09", procs=(1, 2, 4), requires=CLIP, reports=("A16",))
+@case("NRM-09", procs=(1, 2, 4), requires=CLIP, reports=("mindspore-ai/hyper-parallel#279",))
 def a_shared_parameter(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Tied()))
     ctx.train(model, ctx.inputs(Tied()))

@@ -35,7 +35,7 @@ def the_same_bits(ctx: Context) -> None:
             check_arrays(runs[1], runs[0], what=f"with {options}:")
 
 
-@case("OFF-01", procs=(1, 2, 4), requires=OFFLOAD, reports=("A98",))
+@case("OFF-01", procs=(1, 2, 4), requires=OFFLOAD, reports=("pytorch/pytorch#180665",))
 def microbatches(ctx: Context) -> None:
     meshes = [ctx.mesh_2d(size) for size in (1, 2) if ctx.world_size % size == 0]
     for mesh in meshes:
@@ -46,7 +46,12 @@ def microbatches(ctx: Context) -> None:
         check_arrays(ctx.gradients(model), ctx.true_gradients(RECIPE, steps=range(4)), what="gradient")
 
 
-@case("OFF-02", procs=(1, 2, 4), requires=(*OFFLOAD, "clip_grad_norm_"), reports=("A22",))
+@case(
+    "OFF-02",
+    procs=(1, 2, 4),
+    requires=(*OFFLOAD, "clip_grad_norm_"),
+    reports=("mindspore-ai/hyper-parallel#612", "pytorch/pytorch#148532"),
+)
 def clipping_and_a_step(ctx: Context) -> None:
     models = [ctx.shard(ctx.model(RECIPE), units=UNITS, offload_policy=policy) for policy in policies(ctx)]
     for model in models:

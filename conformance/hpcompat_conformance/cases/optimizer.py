@@ -52,17 +52,17 @@ def with_ignored_biases(ctx: Context, **options: Any) -> Any:
     return ctx.shard(model, ignored_params=ignored, **options)
 
 
-@case("OPT-01", procs=(1, 2, 4), reports=("A02", "A03"))
+@case("OPT-01", procs=(1, 2, 4), reports=("pytorch/pytorch#183207", "cornstarch-org/Cornstarch#87"))
 def sharded_and_ignored_parameters(ctx: Context) -> None:
     take_steps(ctx, ctx.model(RECIPE), with_ignored_biases(ctx), multi_tensor=False, what="one by one")
 
 
-@case("OPT-01", procs=(1, 2, 4), reports=("A02", "A03"))
+@case("OPT-01", procs=(1, 2, 4), reports=("pytorch/pytorch#183207", "cornstarch-org/Cornstarch#87"))
 def sharded_and_ignored_parameters_many_at_once(ctx: Context) -> None:
     take_steps(ctx, ctx.model(RECIPE), with_ignored_biases(ctx), multi_tensor=True, what="many at once")
 
 
-@case("OPT-01", procs=(1, 2, 4), requires=("fully_shard.replicate_params",), reports=("A03",))
+@case("OPT-01", procs=(1, 2, 4), requires=("fully_shard.replicate_params",), reports=("cornstarch-org/Cornstarch#87",))
 def sharded_and_replicated_parameters(ctx: Context) -> None:
     for multi_tensor in (False, True):
         model = ctx.model(RECIPE)
@@ -73,21 +73,21 @@ def sharded_and_replicated_parameters(ctx: Context) -> None:
         take_steps(ctx, ctx.model(RECIPE), model, multi_tensor=multi_tensor, what=what)
 
 
-@case("OPT-02", procs=(2, 4), requires=MESHES, reports=("A04",))
+@case("OPT-02", procs=(2, 4), requires=MESHES, reports=("pytorch/pytorch#126670", "pytorch/pytorch#140514"))
 def parameters_on_two_meshes(ctx: Context) -> None:
     take_steps(
         ctx, ctx.model(RECIPE), shard_on_two_meshes(ctx, ctx.model(RECIPE)), multi_tensor=False, what="one by one"
     )
 
 
-@case("OPT-02", procs=(2, 4), requires=MESHES, reports=("A04",))
+@case("OPT-02", procs=(2, 4), requires=MESHES, reports=("pytorch/pytorch#126670", "pytorch/pytorch#140514"))
 def parameters_on_two_meshes_many_at_once(ctx: Context) -> None:
     take_steps(
         ctx, ctx.model(RECIPE), shard_on_two_meshes(ctx, ctx.model(RECIPE)), multi_tensor=True, what="many at once"
     )
 
 
-@case("OPT-02", procs=(4,), reports=("A04",))
+@case("OPT-02", procs=(4,), reports=("pytorch/pytorch#140514",))
 def units_of_fsdp_and_hsdp_many_at_once(ctx: Context) -> None:
     model = ctx.model(RECIPE)
     ctx.api.fully_shard(ctx.framework.child(model, "layers.0"), mesh=ctx.mesh_2d(2))
@@ -95,7 +95,7 @@ def units_of_fsdp_and_hsdp_many_at_once(ctx: Context) -> None:
     take_steps(ctx, ctx.model(RECIPE), model, multi_tensor=True, what="with a unit of HSDP")
 
 
-@case("OPT-03", procs=(1, 2, 4), requires=("bfloat16",), reports=("A06",))
+@case("OPT-03", procs=(1, 2, 4), requires=("bfloat16",), reports=("huggingface/accelerate#3905",))
 def parameters_of_two_dtypes(ctx: Context) -> None:
     for num_replicas in (size for size in (1, 2) if ctx.world_size % size == 0):
         models = [ctx.model(RECIPE) for _ in range(2)]
@@ -109,7 +109,7 @@ def parameters_of_two_dtypes(ctx: Context) -> None:
         check_equal(narrow, {"layers.1.weight", "layers.1.bias"}, what="parameters in bfloat16")
 
 
-@case("OPT-04", procs=(1, 2, 4), requires=("bfloat16",), reports=("A05",))
+@case("OPT-04", procs=(1, 2, 4), requires=("bfloat16",), reports=("areal-project/AReaL#1292",))
 def dtypes_and_shapes_of_states(ctx: Context) -> None:
     for dtype in ("float32", "bfloat16"):
         for param_dtype in (None, "bfloat16"):
@@ -146,7 +146,7 @@ def said() -> Iterator[list[str]]:
         logging.getLogger().removeHandler(handler)
 
 
-@case("OPT-05", procs=(1, 2), requires=("bfloat16",), reports=("A05",))
+@case("OPT-05", procs=(1, 2), requires=("bfloat16",), reports=("areal-project/AReaL#1292",))
 def a_warning_for_averages_in_bfloat16(ctx: Context) -> None:
     for dtype, expected in (("float32", 0), ("bfloat16", 1)):
         model = ctx.shard(ctx.model(RECIPE, dtype=dtype))
@@ -178,7 +178,7 @@ def a_parameter_without_a_gradient(ctx: Context) -> None:
         check(moved, "expected the step to move layers.2, but it did not")
 
 
-@case("OPT-07", procs=(1, 2, 4), requires=("zero_grad",), reports=("A41",))
+@case("OPT-07", procs=(1, 2, 4), requires=("zero_grad",), reports=("mindspore-ai/hyper-parallel#396",))
 def what_waits_is_cleared(ctx: Context) -> None:
     for reduce_dtype in (None, "float64"):
         model = ctx.shard(ctx.model(RECIPE), units=UNITS, mp_policy=ctx.policy(reduce_dtype=reduce_dtype))
@@ -193,7 +193,7 @@ def what_waits_is_cleared(ctx: Context) -> None:
         check_arrays(ctx.gradients(model), truth, what=f"gradient of the next batch with {reduce_dtype}")
 
 
-@case("OPT-07", procs=(2, 4), requires=("zero_grad",), reports=("A41",))
+@case("OPT-07", procs=(2, 4), requires=("zero_grad",), reports=("mindspore-ai/hyper-parallel#396",))
 def partial_sums_are_cleared(ctx: Context) -> None:
     model = ctx.shard(ctx.model(RECIPE), units=UNITS, mesh=ctx.mesh_2d(2))
     model.set_requires_all_reduce(False)
@@ -204,7 +204,7 @@ def partial_sums_are_cleared(ctx: Context) -> None:
     check_arrays(ctx.gradients(model), ctx.true_gradients(RECIPE, steps=(1,)), what="gradient of the next batch")
 
 
-@case("OPT-08", procs=(1, 2), reports=("A11",))
+@case("OPT-08", procs=(1, 2), reports=("huggingface/accelerate#3859",))
 def an_optimizer_from_before_wrapping(ctx: Context) -> None:
     model = ctx.model(RECIPE)
     optimizer = ctx.framework.optimizer(model, kind="sgd", lr=0.125)
@@ -220,7 +220,7 @@ def an_optimizer_from_before_wrapping(ctx: Context) -> None:
         check_arrays(ctx.values(model), truth, what="value after a step of an optimizer from before wrapping")
 
 
-@case("OPT-09", procs=(1, 2, 4), reports=("A09", "A90"))
+@case("OPT-09", procs=(1, 2, 4), reports=("huggingface/accelerate#4289", "huggingface/accelerate#3971"))
 def loading_takes_no_step(ctx: Context) -> None:
     first, second = (ctx.shard(ctx.model(RECIPE), units=UNITS) for _ in range(2))
     optimizers = [ctx.framework.optimizer(model, kind="adamw", lr=0.125) for model in (first, second)]

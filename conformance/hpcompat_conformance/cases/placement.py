@@ -18,7 +18,7 @@ def local_shapes(ctx: Context, model: Any) -> dict[str, tuple[int, ...]]:
     return {name: ctx.framework.local(p).shape for name, p in ctx.framework.parameters(model).items()}
 
 
-@case("PLC-01", procs=(1, 2, 4), reports=("A50",))
+@case("PLC-01", procs=(1, 2, 4), reports=("mindspore-ai/hyper-parallel#196", "mindspore-ai/hyper-parallel#710"))
 def rows_of_each_rank(ctx: Context) -> None:
     model = ctx.shard(ctx.model(UNEVEN), units=UNEVEN_UNITS)
     rows: dict[int, dict[int, tuple[int, ...]]] = {
@@ -34,7 +34,7 @@ def rows_of_each_rank(ctx: Context) -> None:
     check_equal(local_shapes(ctx, model), expected, what="shapes of this rank's parts")
 
 
-@case("PLC-01", procs=(2, 4), reports=("A50",))
+@case("PLC-01", procs=(2, 4), reports=("mindspore-ai/hyper-parallel#196", "mindspore-ai/hyper-parallel#710"))
 def the_parts_are_the_rows_in_order(ctx: Context) -> None:
     model = ctx.model(UNEVEN)
     values = ctx.values(model)
@@ -46,7 +46,7 @@ def the_parts_are_the_rows_in_order(ctx: Context) -> None:
         check_arrays({name: ctx.framework.local(parameter)}, {name: expected}, what="this rank's part")
 
 
-@case("PLC-02", procs=(1, 2, 4), reports=("A50", "A55"))
+@case("PLC-02", procs=(1, 2, 4), reports=("ByteDance-Seed/VeOmni#974",))
 def training_with_empty_parts(ctx: Context) -> None:
     truth, model = ctx.model(UNEVEN), ctx.shard(ctx.model(UNEVEN), units=UNEVEN_UNITS)
     optimizers = [ctx.framework.optimizer(m, kind="adamw", lr=0.5) for m in (truth, model)]
@@ -59,7 +59,7 @@ def training_with_empty_parts(ctx: Context) -> None:
     check_arrays(ctx.values(model), ctx.values(truth), what="value after a step")
 
 
-@case("PLC-03", procs=(2, 4), reports=("A53",))
+@case("PLC-03", procs=(2, 4), reports=("mindspore-ai/hyper-parallel#306",))
 def the_second_axis_shards(ctx: Context) -> None:
     for num_replicas in (size for size in (1, 2, 4) if ctx.world_size % size == 0):
         model = ctx.model(Chain())

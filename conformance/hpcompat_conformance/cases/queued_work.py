@@ -18,7 +18,9 @@ BUFFERS = ("FSDPModule.set_reduce_scatter_max_input_buffers",)
 NARROW_TOLERANCE = 2.0**-6
 
 
-@case("RED-12", procs=(1, 2, 4), requires=(*BUFFERS, "bfloat16", "float16"), reports=("A31",))
+@case(
+    "RED-12", procs=(1, 2, 4), requires=(*BUFFERS, "bfloat16", "float16"), reports=("mindspore-ai/hyper-parallel#629",)
+)
 def units_with_reduce_dtypes_of_their_own(ctx: Context) -> None:
     dtypes = {"layers.0": "bfloat16", "layers.1": None, "layers.2": "float16"}
     policies = {path: {"mp_policy": ctx.policy(reduce_dtype=dtype)} for path, dtype in dtypes.items()}
@@ -75,7 +77,7 @@ def settings_that_change_after_a_reduction_has_begun(ctx: Context) -> None:
         check_arrays(ctx.gradients(model), truth, what=what)
 
 
-@case("RED-13", procs=(1, 2, 4), requires=("bfloat16",), reports=("A31",))
+@case("RED-13", procs=(1, 2, 4), requires=("bfloat16",), reports=("mindspore-ai/hyper-parallel#629",))
 def the_gradients_of_the_parameters_stay(ctx: Context) -> None:
     for reduce_dtype in (None, "float32", "bfloat16"):
         # Holding the gradient itself may make the framework copy it before the reduction; holding its memory does not.

@@ -68,32 +68,32 @@ def check_recovery(ctx: Context, *, path: str, in_backward: bool, num_replicas: 
     check_arrays(found, clean, what=f"after a failure in {where}:")
 
 
-@case("REC-01", procs=(1, 2, 4), reports=("A42",))
+@case("REC-01", procs=(1, 2, 4), reports=("pytorch/torchtitan#1329",))
 def after_a_failed_forward(ctx: Context) -> None:
     for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": True}):
         check_recovery(ctx, path="layers.1", in_backward=False, **options)
 
 
-@case("REC-01", procs=(4,), reports=("A42",))
+@case("REC-01", procs=(4,), reports=("pytorch/torchtitan#1329",))
 def after_a_failed_forward_under_hsdp_and_with_an_int(ctx: Context) -> None:
     check_recovery(ctx, path="layers.2", in_backward=False, num_replicas=2)
     check_recovery(ctx, path="layers.2", in_backward=False, reshard_after_forward=2)
 
 
-@case("REC-02", procs=(1, 2, 4), reports=("A42",))
+@case("REC-02", procs=(1, 2, 4), reports=("pytorch/torchtitan#1329",))
 def after_a_failed_backward(ctx: Context) -> None:
     for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": True}):
         for path in ("layers.1", ""):
             check_recovery(ctx, path=path, in_backward=True, **options)
 
 
-@case("REC-02", procs=(4,), reports=("A42",))
+@case("REC-02", procs=(4,), reports=("pytorch/torchtitan#1329",))
 def after_a_failed_backward_under_hsdp_and_with_an_int(ctx: Context) -> None:
     check_recovery(ctx, path="layers.0", in_backward=True, num_replicas=2)
     check_recovery(ctx, path="layers.0", in_backward=True, reshard_after_forward=2)
 
 
-@case("REC-03", procs=(1, 2, 4), reports=("A43",))
+@case("REC-03", procs=(1, 2, 4))
 def gradients_without_synchronisation_are_dropped(ctx: Context) -> None:
     for reduce_dtype in (None, "float64"):
         policy = ctx.policy(reduce_dtype=reduce_dtype)
@@ -109,7 +109,7 @@ def gradients_without_synchronisation_are_dropped(ctx: Context) -> None:
         check_arrays(ctx.gradients(model), truth, what=f"gradient of the next batch with {policy}")
 
 
-@case("REC-03", procs=(1, 2, 4), reports=("A43",))
+@case("REC-03", procs=(1, 2, 4))
 def between_two_microbatches(ctx: Context) -> None:
     model = ctx.shard(ctx.model(RECIPE), units=UNITS)
     for step in range(2):
@@ -124,7 +124,7 @@ def between_two_microbatches(ctx: Context) -> None:
         check_arrays(ctx.gradients(model), truth, what=f"gradient of step {step}")
 
 
-@case("REC-04", procs=(2, 4), reports=("A42",))
+@case("REC-04", procs=(2, 4), reports=("pytorch/torchtitan#1329",))
 def partial_sums_are_dropped(ctx: Context) -> None:
     model = ctx.shard(ctx.model(RECIPE), units=UNITS, mesh=ctx.mesh_2d(2))
     model.set_requires_all_reduce(False)
@@ -193,7 +193,7 @@ def settings_and_gradients_stay(ctx: Context) -> None:
     check_arrays(ctx.gradients(model), truth, what="gradient with synchronisation off for layers.1")
 
 
-@case("REC-09", procs=(1, 2), reports=("A46",))
+@case("REC-09", procs=(1, 2))
 def fifty_times(ctx: Context) -> None:
     model = ctx.shard(ctx.model(RECIPE), units=UNITS)
     faults = [Fault(ctx, model, path, in_backward=is_late) for path in ("layers.1", "") for is_late in (False, True)]
@@ -205,7 +205,7 @@ def fifty_times(ctx: Context) -> None:
     check_arrays(ctx.gradients(model), ctx.true_gradients(RECIPE), what="gradient after 48 failures")
 
 
-@case("REC-10", procs=(2, 4), requires=("agree", "FSDPModule.catch_up"), reports=("A42",))
+@case("REC-10", procs=(2, 4), requires=("agree", "FSDPModule.catch_up"), reports=("pytorch/torchtitan#1329",))
 def one_rank_fails_and_all_drop_the_step(ctx: Context) -> None:
     batches = (0, 2, 3)
     clean = trained(ctx, ctx.shard(ctx.model(RECIPE), units=UNITS), RECIPE, steps=batches)

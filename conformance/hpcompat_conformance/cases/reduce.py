@@ -57,28 +57,36 @@ def the_mean_whatever_the_mesh(ctx: Context) -> None:
         check_arrays(ctx.gradients(model), truth, what=f"gradient with {num_replicas} replicas")
 
 
-@case("RED-03", procs=(1, 2, 4), reports=("A28",))
+@case("RED-03", procs=(1, 2, 4), reports=("ByteDance-Seed/VeOmni#241", "pytorch/torchtitan#2332"))
 def a_factor_of_the_number_of_ranks(ctx: Context) -> None:
     check_factor(ctx, float(ctx.world_size), mesh=ctx.mesh(), what="the usual factor")
 
 
-@case("RED-03", procs=(1, 2, 4), reports=("A27", "A28"))
+@case(
+    "RED-03",
+    procs=(1, 2, 4),
+    reports=("pytorch/pytorch#155903", "ByteDance-Seed/VeOmni#241", "pytorch/torchtitan#2332"),
+)
 def a_factor_of_three(ctx: Context) -> None:
     check_factor(ctx, 3.0, mesh=ctx.mesh(), what="factor 3")
 
 
-@case("RED-03", procs=(1, 2, 4), reports=("A27", "A28"))
+@case(
+    "RED-03",
+    procs=(1, 2, 4),
+    reports=("pytorch/pytorch#155903", "ByteDance-Seed/VeOmni#241", "pytorch/torchtitan#2332"),
+)
 def a_factor_of_three_hundred(ctx: Context) -> None:
     check_factor(ctx, 300.0, mesh=ctx.mesh(), what="factor 300")
 
 
-@case("RED-03", procs=(4,), reports=("A27", "A28"))
+@case("RED-03", procs=(4,), reports=("pytorch/pytorch#155903", "ByteDance-Seed/VeOmni#241", "pytorch/torchtitan#2332"))
 def factors_under_hsdp(ctx: Context) -> None:
     for factor in (1.0, 3.0, 300.0):
         check_factor(ctx, factor, mesh=ctx.mesh_2d(2), what=f"factor {factor} on a 2 x 2 mesh")
 
 
-@case("RED-03", procs=(2, 4), reports=("A27", "A53"))
+@case("RED-03", procs=(2, 4), reports=("pytorch/pytorch#155903", "mindspore-ai/hyper-parallel#306"))
 def factors_over_a_shard_axis_of_one(ctx: Context) -> None:
     for factor in (1.0, 3.0, 300.0):
         check_factor(ctx, factor, mesh=ctx.mesh_2d(ctx.world_size), what=f"factor {factor}, replicas only")
@@ -94,7 +102,12 @@ def a_factor_while_accumulating(ctx: Context) -> None:
     check_arrays(ctx.gradients(model), ctx.true_gradients(Chain(), steps=range(3)), what="gradient")
 
 
-@case("RED-03", procs=(2, 4), requires=("FSDPModule.set_force_sum_reduction_for_comms",), reports=("A27",))
+@case(
+    "RED-03",
+    procs=(2, 4),
+    requires=("FSDPModule.set_force_sum_reduction_for_comms",),
+    reports=("pytorch/pytorch#155903",),
+)
 def a_factor_that_changes_between_steps(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Chain()), units=UNITS)
     for module in (model, *(ctx.framework.child(model, path) for path in UNITS)):
@@ -109,12 +122,17 @@ def a_factor_that_changes_between_steps(ctx: Context) -> None:
         check_close(ctx.gradients(model), truth, what=f"gradient with {factor}", tolerance=DIVISION_TOLERANCE)
 
 
-@case("RED-04", procs=(1, 2, 4), reports=("A28", "A33"))
+@case("RED-04", procs=(1, 2, 4), reports=("ByteDance-Seed/VeOmni#241", "pytorch/torchtitan#2332"))
 def a_factor_of_one_is_a_sum(ctx: Context) -> None:
     check_factor(ctx, 1.0, mesh=ctx.mesh(), what="factor 1")
 
 
-@case("RED-05", procs=(1, 2, 4), requires=("FSDPModule.set_reduce_scatter_unused_params",), reports=("A57",))
+@case(
+    "RED-05",
+    procs=(1, 2, 4),
+    requires=("FSDPModule.set_reduce_scatter_unused_params",),
+    reports=("pytorch/pytorch#158719",),
+)
 def ranks_that_use_different_parameters(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Branches()))
     model.set_reduce_scatter_unused_params(True)

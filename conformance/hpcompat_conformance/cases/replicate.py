@@ -27,7 +27,7 @@ def class_and_whole_parameters(ctx: Context) -> None:
     check_equal({name for name, is_sharded in ctx.sharded(model).items() if is_sharded}, set(), what="sharded")
 
 
-@case("RPL-02", procs=(1, 2, 4), requires=REPLICATE, reports=("A19",))
+@case("RPL-02", procs=(1, 2, 4), requires=REPLICATE, reports=("pytorch/torchtitan#2318",))
 def the_mean_by_one_all_reduce_a_unit(ctx: Context) -> None:
     model = ctx.replicate(ctx.model(RECIPE), units=UNITS)
     with ctx.record() as log:
@@ -38,7 +38,7 @@ def the_mean_by_one_all_reduce_a_unit(ctx: Context) -> None:
     check_arrays(ctx.gradients(model), ctx.true_gradients(RECIPE), what="gradient")
 
 
-@case("RPL-03", procs=(1, 2, 4), requires=(*REPLICATE, "bfloat16"), reports=("A19",))
+@case("RPL-03", procs=(1, 2, 4), requires=(*REPLICATE, "bfloat16"), reports=("pytorch/torchtitan#2318",))
 def the_bits_of_a_shard_axis_of_one(ctx: Context) -> None:
     for policy in (ctx.policy(), ctx.policy(param_dtype="bfloat16", reduce_dtype="float32")):
         sharded = ctx.shard(ctx.model(RECIPE), units=UNITS, mesh=ctx.mesh_2d(ctx.world_size), mp_policy=policy)
@@ -81,7 +81,12 @@ def with_replicated_biases(ctx: Context, **options: Any) -> Any:
     return model
 
 
-@case("RPL-06", procs=(1, 2, 4), requires=("fully_shard.replicate_params",), reports=("A16", "A17"))
+@case(
+    "RPL-06",
+    procs=(1, 2, 4),
+    requires=("fully_shard.replicate_params",),
+    reports=("mindspore-ai/hyper-parallel#279", "mindspore-ai/hyper-parallel#735"),
+)
 def replicated_parameters_of_a_sharded_unit(ctx: Context) -> None:
     for num_replicas in (size for size in (1, 2, 4) if ctx.world_size % size == 0):
         mesh = ctx.mesh() if num_replicas == 1 else ctx.mesh_2d(num_replicas)

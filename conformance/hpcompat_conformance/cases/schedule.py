@@ -79,13 +79,13 @@ def sizes_of_uneven_rows(ctx: Context) -> None:
     check_equal({event.dtype for event in log}, {"float32"}, what="dtypes of the collectives")
 
 
-@case("SCH-04", procs=(1,), reports=("A53",))
+@case("SCH-04", procs=(1,), reports=("mindspore-ai/hyper-parallel#306",))
 def one_process_communicates_nothing(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Chain()), units=UNITS)
     check_schedule(ctx, model, "", recipe=Chain())
 
 
-@case("SCH-04", procs=(2, 4), reports=("A53",))
+@case("SCH-04", procs=(2, 4), reports=("mindspore-ai/hyper-parallel#306",))
 def a_shard_axis_of_one_only_all_reduces(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Chain()), units=UNITS, mesh=ctx.mesh_2d(ctx.world_size))
     check_schedule(ctx, model, "all-reduce 2, all-reduce 1, all-reduce 0", recipe=Chain(), shard_size=1)
@@ -215,7 +215,7 @@ def an_int_of_all_ranks_is_true(ctx: Context) -> None:
     check_schedule(ctx, model, "gather root | gather root, reduce root", recipe=Chain())
 
 
-@case("RSF-05", procs=(2, 4), reports=("A75",))
+@case("RSF-05", procs=(2, 4), reports=("pytorch/pytorch#131965",))
 def the_root_stays_by_default(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Chain(own=True)), units=UNITS)
     expected = """gather root, gather 0, gather 1, gather 2
@@ -223,7 +223,7 @@ def the_root_stays_by_default(ctx: Context) -> None:
     check_schedule(ctx, model, expected, recipe=Chain(own=True))
 
 
-@case("RSF-06", procs=(2, 4), reports=("A75",))
+@case("RSF-06", procs=(2, 4), reports=("pytorch/pytorch#154655",))
 def a_root_set_to_true_is_freed(ctx: Context) -> None:
     model = ctx.shard(ctx.model(Chain(own=True)), units=UNITS, root={"reshard_after_forward": True})
     expected = """gather root, gather 0, gather 1, gather 2
@@ -283,7 +283,7 @@ def the_setter_takes_a_bool(ctx: Context) -> None:
             model.set_reshard_after_forward(wrong)
 
 
-@case("RSF-14", procs=(2, 4), reports=("A75",))
+@case("RSF-14", procs=(2, 4), reports=("pytorch/pytorch#149029",))
 def a_root_that_the_setter_sets_is_freed(ctx: Context) -> None:
     expected = """gather root, gather 0, gather 1, gather 2
                 | gather root, gather 2, gather 1, reduce 2, gather 0, reduce 1, reduce root, reduce 0"""

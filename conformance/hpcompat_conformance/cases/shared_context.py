@@ -24,7 +24,7 @@ def shared_roots(ctx: Context, **options: Any) -> tuple[Any, Any]:
     return first, second
 
 
-@case("COM-15", procs=(2, 4), requires=("share_comm_ctx",), reports=("A88",))
+@case("COM-15", procs=(2, 4), requires=("share_comm_ctx",), reports=("pytorch/pytorch#154657",))
 def collectives_of_two_roots_in_one_backward(ctx: Context) -> None:
     for policy in (True, False):
         one = ctx.shard(ctx.model(BOTH), units=UNITS, reshard_after_forward=policy)
@@ -57,17 +57,17 @@ def train_in_two(ctx: Context, first: Any, second: Any, inputs: Any, *, says_so:
     ctx.framework.backward((hidden * ctx.framework.tensor(ctx.framework.array(gradients[0]))).sum())
 
 
-@case("COM-16", procs=(1, 2, 4), requires=("share_comm_ctx",), reports=("A88",))
+@case("COM-16", procs=(1, 2, 4), requires=("share_comm_ctx",), reports=("pytorch/pytorch#154657",))
 def gradients_of_two_roots_in_one_backward(ctx: Context) -> None:
     check_two_roots(ctx, lambda first, second, x: ctx.framework.backward(ctx.framework.loss(second(first(x)))))
 
 
-@case("COM-16", procs=(1, 2, 4), requires=("share_comm_ctx",), reports=("A88",))
+@case("COM-16", procs=(1, 2, 4), requires=("share_comm_ctx",), reports=("pytorch/pytorch#154657",))
 def gradients_of_two_roots_one_after_the_other(ctx: Context) -> None:
     check_two_roots(ctx, lambda first, second, x: train_in_two(ctx, first, second, x, says_so=False))
 
 
-@case("COM-16", procs=(1, 2, 4), requires=("share_comm_ctx",), reports=("A88",))
+@case("COM-16", procs=(1, 2, 4), requires=("share_comm_ctx",), reports=("pytorch/pytorch#154657",))
 def gradients_of_two_roots_that_say_which_backward_is_last(ctx: Context) -> None:
     check_two_roots(ctx, lambda first, second, x: train_in_two(ctx, first, second, x, says_so=True))
 

@@ -20,7 +20,7 @@ def received(ctx: Context, *, step: int) -> Any:
     return ctx.framework.tensor(ctx.framework.array(ctx.inputs(STAGE, step=step)), requires_grad=True)
 
 
-@case("STG-01", procs=(1, 2, 4), reports=("A83",))
+@case("STG-01", procs=(1, 2, 4), reports=("mindspore-ai/hyper-parallel#267",))
 def gradients_of_the_root_step_by_step(ctx: Context) -> None:
     for policy in (False, True):
         model = ctx.shard(ctx.model(STAGE), units=UNITS, reshard_after_forward=policy)
@@ -31,7 +31,7 @@ def gradients_of_the_root_step_by_step(ctx: Context) -> None:
             check_arrays(ctx.gradients(model), truth, what=f"gradient in step {step}, {policy} after forward,")
 
 
-@case("STG-01", procs=(1, 2, 4), reports=("A83",))
+@case("STG-01", procs=(1, 2, 4), reports=("mindspore-ai/hyper-parallel#267",))
 def no_gradients_of_the_step_before(ctx: Context) -> None:
     before, truth = (ctx.true_gradients(STAGE, steps=(step,)) for step in range(2))
     model = ctx.shard(ctx.model(STAGE), units=UNITS, reshard_after_forward=False)
@@ -44,12 +44,12 @@ def no_gradients_of_the_step_before(ctx: Context) -> None:
     check_arrays(found, truth, what="gradient")
 
 
-@case("STG-02", procs=(1, 2, 4), reports=("A83",))
+@case("STG-02", procs=(1, 2, 4), reports=("mindspore-ai/hyper-parallel#267",))
 def backwards_of_four_microbatches_that_keep_the_parameters(ctx: Context) -> None:
     check_microbatches(ctx, frees=False)
 
 
-@case("STG-02", procs=(1, 2, 4), reports=("A83",))
+@case("STG-02", procs=(1, 2, 4), reports=("mindspore-ai/hyper-parallel#267",))
 def backwards_of_four_microbatches_that_free_the_parameters(ctx: Context) -> None:
     check_microbatches(ctx, frees=True)
 

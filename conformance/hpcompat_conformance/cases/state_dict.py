@@ -49,7 +49,7 @@ def adamw(ctx: Context, model: Any) -> Any:
     return ctx.framework.optimizer(model, kind="adamw", lr=2.0**-6)
 
 
-@case("SDT-05", procs=(1, 2, 4), reports=("A52", "A89", "A90"))
+@case("SDT-05", procs=(1, 2, 4), reports=("pytorch/pytorch#136228", "pytorch/torchtitan#811"))
 def from_mesh_to_mesh(ctx: Context) -> None:
     sizes = [size for size in (1, 2, 4) if ctx.world_size % size == 0]
     for source in sizes:
@@ -70,7 +70,12 @@ def from_mesh_to_mesh(ctx: Context) -> None:
             check_close(everything(ctx, second, other), expected, what=what, tolerance=1e-6)
 
 
-@case("SDT-06", procs=(1, 2, 4), requires=("bfloat16",), reports=("A90", "A94"))
+@case(
+    "SDT-06",
+    procs=(1, 2, 4),
+    requires=("bfloat16",),
+    reports=("huggingface/accelerate#3971", "databricks/flashoptim#3"),
+)
 def a_round_trip(ctx: Context) -> None:
     for dtype in ("float32", "bfloat16"):
         models = [ctx.shard(ctx.model(Chain(sizes=(8, 8, 8)), dtype=dtype)) for _ in range(2)]
@@ -106,7 +111,7 @@ def values_of_another_shape(ctx: Context) -> None:
     )
 
 
-@case("SDT-08", procs=(1, 2, 4), requires=("bfloat16",), reports=("A67",))
+@case("SDT-08", procs=(1, 2, 4), requires=("bfloat16",), reports=("pytorch/pytorch#146114",))
 def buffers(ctx: Context) -> None:
     recipe = Buffered()
     expected = {"offset": np.array(recipe.offset, dtype=np.float32), "count": np.array([3], dtype=np.int32)}
@@ -123,7 +128,7 @@ def buffers(ctx: Context) -> None:
         check_arrays(kept, expected, what=f"buffer in the state dict with {mp_policy}")
 
 
-@case("SDT-09", procs=(1, 2, 4), requires=("full_tensor",), reports=("A92",))
+@case("SDT-09", procs=(1, 2, 4), requires=("full_tensor",), reports=("huggingface/accelerate#3487",))
 def whole_values_as_plain_tensors(ctx: Context) -> None:
     truth, values = ctx.true_gradients(UNEVEN), ctx.values(ctx.model(UNEVEN))
     model = ctx.shard(ctx.model(UNEVEN), units=UNITS)
@@ -135,7 +140,7 @@ def whole_values_as_plain_tensors(ctx: Context) -> None:
         check_arrays({name: ctx.framework.array(gradient)}, {name: truth[name]}, what="whole gradient")
 
 
-@case("SDT-10", procs=(1, 2, 4), requires=("meta device",), reports=("A97",))
+@case("SDT-10", procs=(1, 2, 4), requires=("meta device",), reports=("mindspore-ai/hyper-parallel#306",))
 def from_the_meta_device(ctx: Context) -> None:
     values = ctx.values(ctx.model(UNEVEN))
     model = ctx.shard(ctx.framework.meta_model(UNEVEN), units=UNITS)

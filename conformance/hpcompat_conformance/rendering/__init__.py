@@ -43,6 +43,12 @@ def spec_page(version: str) -> str:
     return text
 
 
+def public_reports_page(version: str) -> str:
+    """The public reports as Markdown."""
+    text: str = _import(f"{__name__}.markdown", what="--public-reports-page").public_reports_page(version)
+    return text
+
+
 def _import(module: str, *, what: str) -> ModuleType:
     try:
         return importlib.import_module(module)

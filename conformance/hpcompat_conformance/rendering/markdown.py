@@ -1,4 +1,4 @@
-"""The table as Markdown, for docs; and the spec."""
+"""The table as Markdown, for docs; the spec; and the public reports."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from hpcompat_conformance import spec
 from hpcompat_conformance.case import Case, all_cases
 from hpcompat_conformance.document import Document
+from hpcompat_conformance.public_reports import public_reports
 from hpcompat_conformance.rendering import table, templating
 
 
@@ -40,6 +41,24 @@ def spec_page(version: str = spec.VERSION, *, cases: Sequence[Case] | None = Non
         num_cases=num_cases,
         levels=spec.LEVELS,
     )
+
+
+def public_reports_page(version: str = spec.VERSION, *, cases: Sequence[Case] | None = None) -> str:
+    """All public reports with the clauses and the cases (default: those of the suite) that are about them."""
+    reports = public_reports().values()
+    known = all_cases() if cases is None else cases
+    guards = {report.id: [case for case in known if report.id in case.reports] for report in reports}
+    checked = {report.id: {case.clause for case in guards[report.id]} for report in reports}
+    clauses = {
+        report.id: [
+            clause
+            for clause in spec.clauses(version).values()
+            if clause.id in checked[report.id] or report.id in templating.cited(clause.source)
+        ]
+        for report in reports
+    }
+    groups = [(name, list(members)) for name, members in groupby(reports, key=lambda report: report.repository)]
+    return _render("reports.md.j2", groups=groups, clauses=clauses, cases=guards)
 
 
 def _render(template: str, **values: object) -> str:

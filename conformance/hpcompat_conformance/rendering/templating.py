@@ -39,6 +39,11 @@ def linked_markdown(text: str) -> str:
     return REPORT.sub(r"[\1#\2](https://github.com/\1/issues/\2)", text)
 
 
+def cited(text: str) -> list[str]:
+    """The public reports that a text cites."""
+    return [match[0] for match in REPORT.finditer(text)]
+
+
 def shortened(text: str) -> str:
     """A traceback whose file names begin at the package."""
     return INSTALLED.sub("", text)

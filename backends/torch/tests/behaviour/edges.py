@@ -56,7 +56,7 @@ def a_state_dict_can_be_copied_and_saved_piece_by_piece() -> None:
     assert all(torch.equal(copied[name].to_local(), value) for name, value in kept.items())
 
 
-@behaviour(1, reports=["A53"])
+@behaviour(1, reports=["mindspore-ai/hyper-parallel#306"])
 def two_meshes_in_a_unit_work_on_one_rank() -> None:
     """A script that shards experts over another axis must run on one rank as on several."""
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "ep"))
@@ -81,7 +81,7 @@ def assigned_global_values_do_not_stay_in_memory() -> None:
         assert local.untyped_storage().nbytes() <= padded, name
 
 
-@behaviour(reports=["A41"])
+@behaviour(reports=["mindspore-ai/hyper-parallel#396"])
 def zero_grad_clears_main_gradients() -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, apply_grad_on_fp32_main_grad=True
@@ -93,7 +93,7 @@ def zero_grad_clears_main_gradients() -> None:
     assert all(getattr(parameter, "main_grad", None) is None for parameter in model.parameters())
 
 
-@behaviour(reports=["A41"])
+@behaviour(reports=["mindspore-ai/hyper-parallel#396"])
 def zero_grad_clears_pending_gradients() -> None:
     model = wrap(mlp())
     model.set_requires_gradient_sync(False)

@@ -1,4 +1,4 @@
-"""Frozen and unfrozen parameters, and adapters beside a frozen base (public reports A59, A61, A62)."""
+"""Frozen and unfrozen parameters, and adapters beside a frozen base."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def freeze(model: nn.Module) -> nn.Module:
     return model
 
 
-@behaviour(reports=["A59"], each=[{"reshard": True}, {"reshard": False}, {"reshard": None}])
+@behaviour(reports=["mindspore-ai/hyper-parallel#436"], each=[{"reshard": True}, {"reshard": False}, {"reshard": None}])
 def frozen_parameters_stay_and_may_be_unfrozen(reshard: bool | None) -> None:
     """Frozen in the first steps, trained in the later ones; and frozen again."""
     model = wrap(freeze(mlp()), reshard_after_forward=reshard)
@@ -53,7 +53,7 @@ def frozen_parameters_stay_and_may_be_unfrozen(reshard: bool | None) -> None:
         model.zero_grad()
 
 
-@behaviour(reports=["A59"])
+@behaviour(reports=["mindspore-ai/hyper-parallel#436"])
 def frozen_parameters_do_not_change() -> None:
     """Under weight decay too: an optimizer over all parameters skips those without a gradient."""
     model = wrap(freeze(mlp()))
@@ -64,7 +64,7 @@ def frozen_parameters_do_not_change() -> None:
     assert unchanged == {"2.weight", "4.weight", "4.bias"}
 
 
-@behaviour(reports=["A59"], each=[{"frozen": 0}, {"frozen": 4}, {"frozen": 6}])
+@behaviour(reports=["mindspore-ai/hyper-parallel#436"], each=[{"frozen": 0}, {"frozen": 4}, {"frozen": 6}])
 def whole_units_may_be_frozen(frozen: int) -> None:
     """The first, one in the middle, the last: of those behind the first, backward passes through."""
     model, truth = mlp(), mlp()
@@ -96,7 +96,7 @@ def adapted() -> nn.Module:
     return model
 
 
-@behaviour(1, 2, 4, reports=["A61"])
+@behaviour(1, 2, 4, reports=["hiyouga/LlamaFactory#10157", "huggingface/peft#3578"])
 def adapters_train_beside_a_base_of_another_dtype() -> None:
     """In one unit, gathered together; dtypes, sizes and the base itself stay."""
     model = adapted()
@@ -116,7 +116,7 @@ def adapters_train_beside_a_base_of_another_dtype() -> None:
     assert (model[0].base.in_features, model[0].base.out_features, model[0].base.weight.shape) == (WIDTH, 7, (7, WIDTH))
 
 
-@behaviour(2, reports=["A61"])
+@behaviour(2, reports=["hiyouga/LlamaFactory#10157"])
 def adapters_compute_in_the_policy_dtype() -> None:
     """With `param_dtype` both travel in bf16, and the adapter's gradient comes back in its own fp32."""
     model = adapted()
@@ -131,7 +131,7 @@ def adapters_compute_in_the_policy_dtype() -> None:
     assert all(isinstance(gradient, DTensor) and gradient.dtype == torch.float32 for gradient in trained)
 
 
-@behaviour(2, reports=["A62"], each=[{"reduce_dtype": None}, {"reduce_dtype": torch.bfloat16}])
+@behaviour(2, reports=["pytorch/pytorch#91167"], each=[{"reduce_dtype": None}, {"reduce_dtype": torch.bfloat16}])
 def reductions_carry_trainable_parameters_only(reduce_dtype: torch.dtype | None) -> None:
     """In padded elements, two ranks: weights of 7 x 4, then only the bias of 5 of the second layer, nothing, 1 x 3."""
     model = wrap(freeze(mlp()), mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))

@@ -1,4 +1,4 @@
-"""Gradients: who owns them, when they arrive, what scales them (public reports A31, A33, A41, A77)."""
+"""Gradients: who owns them, when they arrive, what scales them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ class Watched(nn.Linear):
         self.held[name], self.copies[name] = parameter.grad, parameter.grad.clone()
 
 
-@behaviour(reports=["A31"], each=[{**reduction, "bias": bias} for reduction in REDUCTIONS for bias in (True, False)])
+@behaviour(
+    reports=["mindspore-ai/hyper-parallel#629"],
+    each=[{**reduction, "bias": bias} for reduction in REDUCTIONS for bias in (True, False)],
+)
 def gradients_that_the_user_holds_stay(
     param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, bias: bool
 ) -> None:
@@ -81,7 +84,7 @@ def gradients_that_the_user_holds_stay(
     assert_same_bits(*first)
 
 
-@behaviour(reports=["A31"])
+@behaviour(reports=["mindspore-ai/hyper-parallel#629"])
 def gradients_of_earlier_steps_stay() -> None:
     """Set to none and kept by the user, they are not the buffers of the next step."""
     model = wrap(mlp())
@@ -93,7 +96,7 @@ def gradients_of_earlier_steps_stay() -> None:
     assert_same_bits(gradients(model), true_gradients(mlp(), step=1))
 
 
-@behaviour(reports=["A77"])
+@behaviour(reports=["mindspore-ai/hyper-parallel#439"])
 def backward_takes_the_gradient_of_the_output() -> None:
     """`output.backward(gradient=...)`, with gradients that differ by rank."""
     model = wrap(mlp())
@@ -213,7 +216,7 @@ def scaling_factor_multiplies_each_reduction_once() -> None:
         assert_same_bits(gradients(model), {name: (truth[0][name] + truth[1][name]) * 0.5 for name in truth[0]})
 
 
-@behaviour(1, 2, 4, reports=["A33"], each=[{"axes": 1}, {"axes": 2}])
+@behaviour(1, 2, 4, each=[{"axes": 1}, {"axes": 2}])
 def sum_is_a_divide_factor_of_one(axes: int) -> None:
     """To the last bit, on FSDP and HSDP meshes, with values that are not exact."""
     results = []
@@ -230,7 +233,7 @@ def sum_is_a_divide_factor_of_one(axes: int) -> None:
     assert_same_bits(*results)
 
 
-@behaviour(1, 2, 4, reports=["A33"], each=[{"axes": 1}, {"axes": 2}])
+@behaviour(1, 2, 4, each=[{"axes": 1}, {"axes": 2}])
 def sum_is_the_average_times_the_ranks(axes: int) -> None:
     model = wrap(mlp(), mesh=data_parallel_mesh(axes))
     model.set_reduce_op_type("sum")

@@ -1,4 +1,4 @@
-"""What a wrapped module is, what it is not, and how to copy it (public report A79)."""
+"""What a wrapped module is, what it is not, and how to copy it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def new_instances_of_the_class_are_plain() -> None:
     assert type(type(module)(WIDTH, 3)) is Head
 
 
-@behaviour(reports=["A79"])
+@behaviour()
 def deepcopy_is_refused_with_a_recipe() -> None:
     model = wrap(mlp())
     for copied in (copy.deepcopy, AveragedModel):
@@ -80,7 +80,7 @@ def deepcopy_is_refused_with_a_recipe() -> None:
     assert_same_bits(gradients(model), true_gradients(mlp()))
 
 
-@behaviour(reports=["A79"])
+@behaviour()
 def ema_recipe_gives_the_average() -> None:
     """The advice of the error: a second wrapped model, updated in place."""
     model, average = wrap(mlp()), wrap(mlp())

@@ -1,4 +1,4 @@
-"""Loading values of every form, and building on the meta device (public reports A52, A95, A97)."""
+"""Loading values of every form, and building on the meta device."""
 
 from __future__ import annotations
 
@@ -56,7 +56,11 @@ FORMS = {"dtensor": as_dtensors, "local": as_locals, "global": dict, "mixed": mi
 
 
 @behaviour(
-    1, 2, 4, reports=["A52"], each=[{"form": form, "assign": assign} for form in FORMS for assign in (False, True)]
+    1,
+    2,
+    4,
+    reports=["pytorch/pytorch#136228"],
+    each=[{"form": form, "assign": assign} for form in FORMS for assign in (False, True)],
 )
 def values_of_every_form_load(form: str, assign: bool) -> None:
     """Rows of 7, 5, 3 and 1; before and after the first step. Then training goes on from them."""
@@ -156,7 +160,13 @@ def on_meta() -> Any:
     return model
 
 
-@behaviour(1, 2, 4, reports=["A95", "A97"], each=[{"assign": False}, {"assign": True}])
+@behaviour(
+    1,
+    2,
+    4,
+    reports=["NovaSky-AI/SkyRL#1709", "mindspore-ai/hyper-parallel#306"],
+    each=[{"assign": False}, {"assign": True}],
+)
 def meta_models_are_materialized(assign: bool) -> None:
     """`to_empty`, then values for parameters and buffers: every rank then trains as if built on the CPU."""
     model = on_meta()
@@ -169,7 +179,7 @@ def meta_models_are_materialized(assign: bool) -> None:
     assert_same_bits(gradients(model), true_gradients(table_truth()))
 
 
-@behaviour(1, 2, 4, reports=["A97"])
+@behaviour(1, 2, 4, reports=["mindspore-ai/hyper-parallel#306"])
 def meta_models_can_be_initialized_by_their_own_methods() -> None:
     """`reset_parameters` on DTensors gives every rank a piece of one global tensor."""
     model = on_meta()
@@ -186,7 +196,7 @@ def meta_models_can_be_initialized_by_their_own_methods() -> None:
     assert_same_bits(gradients(model), true_gradients(truth))
 
 
-@behaviour(reports=["A97"])
+@behaviour(reports=["mindspore-ai/hyper-parallel#306"])
 def meta_models_take_assigned_shards() -> None:
     """Without `to_empty`: parameters come with the state dict, buffers are made by hand."""
     model = on_meta()

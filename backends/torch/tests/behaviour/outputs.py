@@ -1,4 +1,4 @@
-"""Outputs of a module, and methods other than forward (public reports A71, A72)."""
+"""Outputs of a module, and methods other than forward."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ TENSOR_OF = {
 }
 
 
-@behaviour(reports=["A71"], each=[{"form": form} for form in HIDING])
+@behaviour(reports=["InternLM/xtuner#1677"], each=[{"form": form} for form in HIDING])
 def hidden_tensors_are_refused(form: str) -> None:
     """By name, before backward can go wrong; and the model can be used again at once."""
     model = returning(HIDING[form])
@@ -98,7 +98,7 @@ def hidden_tensors_are_refused(form: str) -> None:
     assert_same_bits(gradients(model), true_gradients(plain()))
 
 
-@behaviour(reports=["A71"], each=[{"is_root": False}, {"is_root": True}])
+@behaviour(reports=["pytorch/pytorch#173709"], each=[{"is_root": False}, {"is_root": True}])
 def hidden_tensors_beside_the_output_warn(is_root: bool) -> None:
     """A cache of what was computed does no harm as long as the gradients come through the output."""
     model = returning(lambda result: (result, Box([result * 2])))
@@ -111,14 +111,14 @@ def hidden_tensors_beside_the_output_warn(is_root: bool) -> None:
     assert_same_bits(found, true_gradients(plain()))
 
 
-@behaviour(reports=["A71"])
+@behaviour(reports=["InternLM/xtuner#1677"])
 def hidden_tensors_are_fine_without_gradients() -> None:
     model = returning(Box)
     with torch.no_grad():
         assert isinstance(model(batch()).value, Tensor)
 
 
-@behaviour(reports=["A71"], each=[{"form": form} for form in SHOWING])
+@behaviour(reports=["InternLM/xtuner#1677"], each=[{"form": form} for form in SHOWING])
 def shown_tensors_get_gradients(form: str) -> None:
     model = returning(SHOWING[form])
     output = TENSOR_OF[form](model(batch()))
@@ -126,7 +126,7 @@ def shown_tensors_get_gradients(form: str) -> None:
     assert_same_bits(gradients(model), true_gradients(plain()))
 
 
-@behaviour(reports=["A71"], each=[{"is_view": True}, {"is_view": False}])
+@behaviour(reports=["pytorch/pytorch#181832"], each=[{"is_view": True}, {"is_view": False}])
 def only_view_outputs_warn(is_view: bool) -> None:
     model = returning((lambda result: result.view(-1, WIDTH)) if is_view else (lambda result: result + 0))
     with warnings.catch_warnings(record=True) as caught:
@@ -163,7 +163,7 @@ def generate_loss(model: Generates, inputs: Tensor) -> Tensor:
     return model.generate(inputs, num_steps=2).sum()
 
 
-@behaviour(reports=["A72"], each=[{"first": "generate"}, {"first": "forward"}])
+@behaviour(reports=["pytorch/pytorch#125394"], each=[{"first": "generate"}, {"first": "forward"}])
 def registered_methods_gather(first: str) -> None:
     """Before and after training, with and without gradients."""
     truth = fill(Generates())

@@ -1,4 +1,4 @@
-"""After exceptions, changes of dtype, evaluation: training goes on with the same bits (public reports A42, A43)."""
+"""After exceptions, changes of dtype, evaluation: training goes on with the same bits."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @behaviour(
-    reports=["A42", "A43"],
+    reports=["pytorch/torchtitan#1329"],
     each=[
         {"where": where, "options": options, "accumulate": accumulate}
         for where in WHERE
@@ -152,13 +152,13 @@ def reset_after_an_exception_leaves_no_trace(where: str, options: str, accumulat
     assert_same_bits(run(failures={0: where, 2: where}, **common), clean)
 
 
-@behaviour(reports=["A42"], each=[{"where": where} for where in WHERE])
+@behaviour(reports=["pytorch/torchtitan#1329"], each=[{"where": where} for where in WHERE])
 def reset_drops_gathers_in_flight(where: str) -> None:
     common: dict[str, Any] = {"accumulate": 1, "options": {}, "prefetching": True}
     assert_same_bits(run(failures={0: where, 1: where}, **common), run(failures={}, **common))
 
 
-@behaviour(2, reports=["A42"])
+@behaviour(2, reports=["pytorch/torchtitan#1329"])
 def ranks_may_agree_to_skip_what_failed_on_one() -> None:
     """One rank fails in its loss, after forward; the other has a loss and does not use it. Both reset."""
     model, reference = wrap(trapped()), wrap(trapped())
@@ -176,7 +176,9 @@ def ranks_may_agree_to_skip_what_failed_on_one() -> None:
 
 
 @behaviour(
-    4, reports=["A42", "A43"], each=[{"where": where, "replicas": replicas} for where in WHERE for replicas in (1, 2)]
+    4,
+    reports=["pytorch/torchtitan#1329"],
+    each=[{"where": where, "replicas": replicas} for where in WHERE for replicas in (1, 2)],
 )
 def reset_drops_slices_and_partial_sums(where: str, replicas: int) -> None:
     """HSDP: a reduce-scattered gradient that waits for its all-reduce, and parameters resharded to two ranks."""
@@ -196,7 +198,7 @@ def reset_drops_slices_and_partial_sums(where: str, replicas: int) -> None:
     assert_same_bits(*runs)
 
 
-@behaviour(reports=["A42"])
+@behaviour(reports=["pytorch/torchtitan#1329"])
 def reset_before_the_first_forward_is_allowed() -> None:
     """Also with an unshard by hand pending."""
     model = wrap(mlp())
@@ -208,7 +210,7 @@ def reset_before_the_first_forward_is_allowed() -> None:
     assert_same_bits(gradients(model), true_gradients(mlp()))
 
 
-@behaviour(reports=["A41"])
+@behaviour()
 def reset_leaves_sharded_gradients_to_the_user() -> None:
     model = wrap(mlp())
     loss_of(model, batch()).backward()

@@ -1,4 +1,4 @@
-"""Which parameters are registered after forward and backward, for each reshard policy (public reports A74, A75)."""
+"""Which parameters are registered after forward and backward, for each reshard policy."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ def check_states(policy: bool | int | None) -> None:
     assert states(model) == ({SHARDED}, {SHARDED}), "after backward"
 
 
-@behaviour(reports=["A74", "A75"], each=POLICIES)
+@behaviour(reports=["pytorch/pytorch#144289", "pytorch/pytorch#131965", "pytorch/pytorch#154655"], each=POLICIES)
 def policy_decides_what_is_registered(policy: bool | None) -> None:
     check_states(policy)
 
 
-@behaviour(1, 2, 4, reports=["A75"], each=[{"policy": 1}, {"policy": 2}, {"policy": 4}])
+@behaviour(1, 2, 4, reports=["pytorch/pytorch#147179"], each=[{"policy": 1}, {"policy": 2}, {"policy": 4}])
 def int_policy_decides_what_is_registered(policy: int) -> None:
     """As far as it divides the world."""
     if dist.get_world_size() % policy == 0:
         check_states(policy)
 
 
-@behaviour(reports=["A75"])
+@behaviour(reports=["pytorch/pytorch#149029"])
 def setter_ends_the_special_treatment_of_the_root() -> None:
     model = wrap(with_own_parameters())
     model.set_reshard_after_forward(True)
@@ -97,7 +97,7 @@ def setter_ends_the_special_treatment_of_the_root() -> None:
     assert states(model) == ({KEPT}, {SHARDED})
 
 
-@behaviour(reports=["A74"])
+@behaviour(reports=["pytorch/pytorch#144289"])
 def reshard_after_backward_off_keeps_parameters() -> None:
     model = wrap(with_own_parameters())
     model.set_reshard_after_backward(False)

@@ -212,7 +212,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@behaviour(1, 2, reports=["A13"], each=[{"foreach": choice} for choice in (None, True)])
+@behaviour(1, 2, reports=["pytorch/pytorch#134191"], each=[{"foreach": choice} for choice in (None, True)])
 def a_step_runs_few_kernels_and_none_on_dtensors(foreach: bool | None) -> None:
     """As many as there are operations, not parameters."""
     model = sharded("hpcompat", dtype=torch.float32)
@@ -361,7 +361,7 @@ def optimizers_in_backward_may_use_it() -> None:
         assert_equal_optimizers(mine, other)
 
 
-@behaviour(1, 2, reports=["A11"], each=[{"name": name} for name in ("AdamW", "Adagrad")])
+@behaviour(1, 2, reports=["huggingface/accelerate#3859"], each=[{"name": name} for name in ("AdamW", "Adagrad")])
 def stale_parameters_are_refused(name: str) -> None:
     """As by `optimizer.step()`; Adagrad has made states for them already."""
     model = mlp()

@@ -23,7 +23,7 @@ from parity.bits import bits
 from parity.worlds import implementation, named_mesh
 
 
-@behaviour(2, 4, reports=["A55"], each=[{"order": order} for order in (2.0, math.inf)])
+@behaviour(2, 4, reports=["ByteDance-Seed/VeOmni#974"], each=[{"order": order} for order in (2.0, math.inf)])
 def empty_shards_take_part(order: float) -> None:
     """One row on several ranks; torch's own raises on one rank for inf and leaves the others waiting."""
     linear = fully_shard(nn.Linear(3, 1), mesh=all_ranks())
@@ -33,7 +33,7 @@ def empty_shards_take_part(order: float) -> None:
     assert same_everywhere(norm)
 
 
-@behaviour(2, 4, reports=["A57"], each=[{"order": order} for order in (2.0, math.inf, -math.inf)])
+@behaviour(2, 4, reports=["pytorch/pytorch#158719"], each=[{"order": order} for order in (2.0, math.inf, -math.inf)])
 def ranks_without_gradients_take_part(order: float) -> None:
     """All of them on the last rank, some on others."""
     model = units(plain_model(), mesh=all_ranks())
@@ -96,7 +96,7 @@ def ranks_agree_on_plain_parameters() -> None:
         assert same_everywhere(norm)
 
 
-@behaviour(1, 2, reports=["A47"])
+@behaviour(1, 2, reports=["pytorch/pytorch#176076"])
 def tied_parameters_count_once() -> None:
     """Also where the caller names one twice."""
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False))
@@ -133,7 +133,7 @@ def what_is_passed_may_be_anything_with_parameters() -> None:
     assert clip_grad_norm_(model, torch.tensor(0.5), 2, False, None).item() > 0
 
 
-@behaviour(2, reports=["A41"])
+@behaviour(2, reports=["mindspore-ai/hyper-parallel#396"])
 def main_gradients_count() -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, apply_grad_on_fp32_main_grad=True
@@ -148,7 +148,7 @@ def main_gradients_count() -> None:
         torch.testing.assert_close(whole(parameter.main_grad).double(), before[name] / expected, rtol=1e-5, atol=0)
 
 
-@behaviour(2, reports=["A22"])
+@behaviour(2, reports=["mindspore-ai/hyper-parallel#612", "pytorch/pytorch#148532"])
 def cpu_offload_works() -> None:
     model = wrap(mlp(), offload_policy=CPUOffloadPolicy(pin_memory=False))
     loss_of(model, batch()).backward()
@@ -158,7 +158,7 @@ def cpu_offload_works() -> None:
     assert norm.device.type == "cpu"
 
 
-@behaviour(2, reports=["A22"])
+@behaviour(2, reports=["mindspore-ai/hyper-parallel#612"])
 def numbers_travel_on_the_device_of_the_mesh() -> None:
     """A group that knows no CPU tensors, as with an accelerator under CPU offload: stood in for by the meta device."""
     model = units(plain_model(), mesh=all_ranks())
@@ -180,7 +180,7 @@ def numbers_travel_on_the_device_of_the_mesh() -> None:
     assert mesh.device_of(all_ranks()).type == "cpu"
 
 
-@behaviour(2, reports=["A26"])
+@behaviour(2, reports=["verl-project/verl#2282"])
 def the_norm_is_that_before_clipping() -> None:
     model = units(plain_model(), mesh=all_ranks())
     give(model)

@@ -56,7 +56,7 @@ def train(model: nn.Module, optimizer: Any, *, ours: bool, limit: float = 0.1) -
     1,
     2,
     4,
-    reports=["A02", "A03"],
+    reports=["pytorch/pytorch#183207", "cornstarch-org/Cornstarch#87"],
     each=[
         {"name": name, "foreach": choice} for name in ("AdamW", "SGD momentum", "RMSprop") for choice in (None, True)
     ],
@@ -76,7 +76,7 @@ def mixtures_train_as_one_process(name: str, foreach: bool | None) -> None:
         )
 
 
-@behaviour(2, reports=["A02"])
+@behaviour(2, reports=["pytorch/pytorch#183207"])
 def native_refuses_the_mixture() -> None:
     """If this fails, torch has learnt it."""
     model = mixed_model()
@@ -117,7 +117,7 @@ def give_gradients(parameters: list[nn.Parameter], step: int) -> None:
 
 @behaviour(
     4,
-    reports=["A04", "A06"],
+    reports=["pytorch/pytorch#140514", "huggingface/accelerate#3905"],
     each=[{"dtypes": dtypes, "num_groups": num} for dtypes in ("fp32", "bf16", "mixed") for num in (1, 3)],
 )
 def several_meshes_and_dtypes_in_one_optimizer(dtypes: str, num_groups: int) -> None:

@@ -103,7 +103,7 @@ BETAS = [(0.9, 0.999), (0.9, 0.95)]
 @behaviour(
     2,
     4,
-    reports=["A01", "A14"],
+    reports=["mindspore-ai/hyper-parallel#700", "pytorch/torchtitan#724"],
     each=[{"betas": betas, "foreach": choice} for betas in BETAS for choice in (None, True)],
 )
 def fifty_steps_are_native_fsdp2s(betas: tuple[float, float], foreach: bool | None) -> None:
@@ -126,7 +126,7 @@ def fifty_clipped_steps_are_native_fsdp2s() -> None:
     assert num_differing(ours[1], theirs[1]) == 0
 
 
-@behaviour(2, reports=["A01"])
+@behaviour(2, reports=["mindspore-ai/hyper-parallel#700"])
 def other_arithmetic_is_seen() -> None:
     """The comparison sees fused kernels, float32 in between, and one more rounding."""
     losses, record = run("native", native_step)

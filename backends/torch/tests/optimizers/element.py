@@ -45,7 +45,9 @@ def in_float32(lr: float) -> Tensor:
     return parameter.detach().to(torch.bfloat16)
 
 
-@behaviour(2, 4, reports=["A01"], each=[{"foreach": choice} for choice in (None, True, False)])
+@behaviour(
+    2, 4, reports=["mindspore-ai/hyper-parallel#700"], each=[{"foreach": choice} for choice in (None, True, False)]
+)
 def a_tiny_gradient_moves_what_it_moves_in_fsdp2(foreach: bool | None) -> None:
     """Learning rates at which the update is about half the distance to the next bfloat16 number."""
     before, num_apart = weights(), 0

@@ -1,4 +1,4 @@
-"""Norms and clipping: one value for one model, whatever its layout (A16 to A26)."""
+"""Norms and clipping: one value for one model, whatever its layout (NRM-01, NRM-03 to NRM-05)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ from parity.worlds import named_mesh
 
 ORDERS = (2.0, 1.0, 3.0, 0.5, 0.0, -1.0, math.inf, -math.inf)
 LIMIT = 0.25
+REPORTS = [
+    "mindspore-ai/hyper-parallel#279",
+    "ByteDance-Seed/VeOmni#184",
+    "ByteDance-Seed/VeOmni#471",
+    "pytorch/torchtitan#2318",
+    "pytorch/pytorch#180501",
+]
 
 
 def fsdp(model: nn.Module) -> nn.Module:
@@ -137,7 +144,9 @@ def check_layout(layout: str, order: float) -> None:
 
 
 @behaviour(
-    1, reports=["A16", "A18", "A19", "A21", "A24"], each=[{"layout": name} for size, name in MATRIX if size == 1]
+    1,
+    reports=REPORTS,
+    each=[{"layout": name} for size, name in MATRIX if size == 1],
 )
 def one_rank_has_the_norm_of_the_model(layout: str) -> None:
     for order in ORDERS:
@@ -145,7 +154,9 @@ def one_rank_has_the_norm_of_the_model(layout: str) -> None:
 
 
 @behaviour(
-    2, reports=["A16", "A18", "A19", "A21", "A24"], each=[{"layout": name} for size, name in MATRIX if size == 2]
+    2,
+    reports=REPORTS,
+    each=[{"layout": name} for size, name in MATRIX if size == 2],
 )
 def two_ranks_have_the_norm_of_the_model(layout: str) -> None:
     for order in ORDERS:
@@ -153,7 +164,9 @@ def two_ranks_have_the_norm_of_the_model(layout: str) -> None:
 
 
 @behaviour(
-    4, reports=["A16", "A18", "A19", "A21", "A24"], each=[{"layout": name} for size, name in MATRIX if size == 4]
+    4,
+    reports=REPORTS,
+    each=[{"layout": name} for size, name in MATRIX if size == 4],
 )
 def four_ranks_have_the_norm_of_the_model(layout: str) -> None:
     for order in ORDERS:
@@ -185,7 +198,11 @@ def check_bits(order: float, layout: str) -> None:
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(mine[1:], other[1:], strict=True))
 
 
-@behaviour(2, reports=["A23"], each=[{"dtype": dtype} for dtype in (torch.bfloat16, torch.float16)])
+@behaviour(
+    2,
+    reports=["mindspore-ai/hyper-parallel#446", "ByteDance-Seed/VeOmni#862"],
+    each=[{"dtype": dtype} for dtype in (torch.bfloat16, torch.float16)],
+)
 def low_precision_is_added_up_in_float32(dtype: torch.dtype) -> None:
     linear = fully_shard(nn.Linear(300, 400, dtype=dtype), mesh=all_ranks())
     wholes = give(linear, dtype)
@@ -204,7 +221,7 @@ def float64_stays() -> None:
     assert norm.item() == pytest.approx(true_norm(wholes, 2.0), rel=1e-14)
 
 
-@behaviour(4, reports=["A16"])
+@behaviour(4, reports=["mindspore-ai/hyper-parallel#279"])
 def tensor_parallel_parameters_count_once() -> None:
     """Sharded on both axes, on one of two, strided on one dim, or whole."""
     square = named_mesh((2, 2), ("dp", "tp"))

@@ -40,7 +40,9 @@ def spoil(optimizer: Any, *, rank: int) -> None:
         local(optimizer.param_groups[0]["params"][0].grad).view(-1)[0] = math.inf
 
 
-@behaviour(2, 4, reports=["A09"], each=[{"unscale": how} for how in ("by step", "by us", "by torch")])
+@behaviour(
+    2, 4, reports=["huggingface/accelerate#4289"], each=[{"unscale": how} for how in ("by step", "by us", "by torch")]
+)
 def scaled_steps_are_native_steps(unscale: str) -> None:
     """Parameters, states and the course of the scale: with an infinity on one rank in the third step of seven."""
     ours, theirs = pair(optim.AdamW, dtype=torch.float32)
@@ -70,7 +72,7 @@ def scaled_steps_are_native_steps(unscale: str) -> None:
     assert scalers[0].state_dict() == scalers[1].state_dict()
 
 
-@behaviour(1, 2, 4, reports=["A02"])
+@behaviour(1, 2, 4, reports=["pytorch/pytorch#183207"])
 def mixtures_are_scaled_and_clipped() -> None:
     """Sharded, replicated and ignored parameters: as in one process."""
     model, truth = mixed_model(), plain_model()
@@ -117,7 +119,7 @@ def an_infinity_on_one_rank_skips_the_step_on_all(where: str) -> None:
     assert not torch.equal(local(parameters[1]), before[1]) or before[1].numel() == 0
 
 
-@behaviour(2, reports=["A57"])
+@behaviour(2, reports=["pytorch/pytorch#158719"])
 def ranks_without_gradients_take_part() -> None:
     """One rank has no gradient at all: it still learns whether the others step."""
     for spoiled in (False, True):

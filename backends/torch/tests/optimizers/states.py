@@ -37,7 +37,7 @@ TABLE = [
 ]
 
 
-@behaviour(1, 2, reports=["A05"], each=[{"row": row} for row in range(len(TABLE))])
+@behaviour(1, 2, reports=["areal-project/AReaL#1292"], each=[{"row": row} for row in range(len(TABLE))])
 def states_have_the_dtype_of_the_sharded_parameter(row: int) -> None:
     """With one warning per optimizer where that is too little for Adam."""
     sharded_dtype, param_dtype, expected = TABLE[row]
@@ -63,7 +63,7 @@ def states_have_the_dtype_of_the_sharded_parameter(row: int) -> None:
         assert "Keep the parameters in float32" in texts[0]
 
 
-@behaviour(1, reports=["A05"])
+@behaviour(1, reports=["areal-project/AReaL#1292"])
 def low_precision_without_adam_does_not_warn() -> None:
     model = wrap(mlp().to(BF16))
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -73,7 +73,7 @@ def low_precision_without_adam_does_not_warn() -> None:
         optimizer_step(optimizer)
 
 
-@behaviour(2, reports=["A05"])
+@behaviour(2, reports=["areal-project/AReaL#1292"])
 def bfloat16_states_learn_less() -> None:
     """What the warning is about: a sum of small squares stands still in bfloat16."""
     model = {dtype: wrap(mlp().to(dtype)) for dtype in (FP32, BF16)}
@@ -159,7 +159,11 @@ def only_missing_states_are_made() -> None:
         init_state(optim.LBFGS([torch.nn.Parameter(torch.ones(1))]))
 
 
-@behaviour(2, reports=["A09", "A94"], each=[{"full": full} for full in (False, True)])
+@behaviour(
+    2,
+    reports=["huggingface/accelerate#4289", "databricks/flashoptim#3"],
+    each=[{"full": full} for full in (False, True)],
+)
 def checkpoints_round_trip(full: bool) -> None:
     """Through torch's `state_dict` functions, into an optimizer whose states were made without a step."""
     options = StateDictOptions(full_state_dict=full)

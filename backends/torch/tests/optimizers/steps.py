@@ -78,7 +78,12 @@ def assert_native_refuses(optimizer: Any) -> None:
         optimizer.step()
 
 
-@behaviour(2, 4, reports=["A01"], each=[{"name": name, "dtype": dtype} for name in ELEMENT_WISE for dtype in DTYPES])
+@behaviour(
+    2,
+    4,
+    reports=["mindspore-ai/hyper-parallel#700"],
+    each=[{"name": name, "dtype": dtype} for name in ELEMENT_WISE for dtype in DTYPES],
+)
 def element_wise_steps_are_native_steps(name: str, dtype: torch.dtype) -> None:
     """Whatever the choice of kernels, on uneven and empty shards."""
     kind, options = ELEMENT_WISE[name]
@@ -92,7 +97,7 @@ def element_wise_steps_are_native_steps(name: str, dtype: torch.dtype) -> None:
         assert compared > 0 or name == "SGD"
 
 
-@behaviour(2, reports=["A01"], each=[{"name": name} for name in ("AdamW", "SGD momentum")])
+@behaviour(2, reports=["mindspore-ai/hyper-parallel#700"], each=[{"name": name} for name in ("AdamW", "SGD momentum")])
 def fused_steps_are_native_fused_steps(name: str) -> None:
     kind, options = ELEMENT_WISE[name]
     options = {**options, "fused": True}
@@ -105,7 +110,7 @@ def fused_steps_are_native_fused_steps(name: str) -> None:
     assert (assert_same_as_plain if refused else assert_equal_optimizers)(ours, theirs) > 0
 
 
-@behaviour(4, reports=["A06"], each=[{"dtype": dtype} for dtype in DTYPES])
+@behaviour(4, reports=["huggingface/accelerate#3905"], each=[{"dtype": dtype} for dtype in DTYPES])
 def hsdp_steps_are_native_steps(dtype: torch.dtype) -> None:
     ours, theirs = pair(optim.AdamW, dtype=dtype, layout="hsdp")
     take_steps(ours, theirs, steps=range(3))
@@ -169,7 +174,11 @@ def states_may_be_replaced_and_cleared() -> None:
     assert_equal_optimizers(ours, theirs)
 
 
-@behaviour(2, reports=["A90", "A94"], each=[{"name": name} for name in ELEMENT_WISE if name not in NATIVE_REFUSES])
+@behaviour(
+    2,
+    reports=["huggingface/accelerate#3971", "databricks/flashoptim#3"],
+    each=[{"name": name} for name in ELEMENT_WISE if name not in NATIVE_REFUSES],
+)
 def state_dicts_go_back_and_forth(name: str) -> None:
     """The structure is native's, and a loaded optimizer goes on with the same bits."""
     kind, options = ELEMENT_WISE[name]
