@@ -165,7 +165,7 @@ def replicate(
 
 
 def register_fsdp_forward_method(module: Any, method_name: str) -> None:
-    """Gather around ``module.<method_name>`` as around ``forward`` (FSDP2 name; public report A72).
+    """Gather around ``module.<method_name>`` as around ``forward`` (FSDP2 name; ENT-01).
 
     Does nothing for a module that is not wrapped.
 

@@ -81,7 +81,7 @@ class GradientBucket(Protocol):
 
     @property
     def overflow_risk(self) -> bool:
-        """Whether the reduce dtype is neither float32 nor bfloat16, so that the division is split (clause 11.1)."""
+        """Whether the reduce dtype is neither float32 nor bfloat16, so that the division is split around it."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Communication objects: how a param group allocates its buffers and calls its collectives (FSDP2 clause 15)."""
+"""Communication objects: how a param group allocates its buffers and calls its collectives (COM-01, COM-02)."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class DeviceMesh(Protocol):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which axes of an n-D mesh are data parallel (FSDP2 ``DataParallelMeshDims``, clause 3).
+    """Which axes of an n-D mesh are data parallel (FSDP2 ``DataParallelMeshDims``).
 
     Args:
         shard: axis name, or names that are flattened into one, over which parameters are sharded.
@@ -131,7 +131,7 @@ def validate_mesh(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None) -
 
     Raises:
         ValueError: not 1-D or 2-D; an axis of ``dp_mesh_dims`` is missing; the names of a 2-D mesh contradict
-            ``(replicate, shard)``: such a mesh would silently train as HSDP (public report A81).
+            ``(replicate, shard)``: such a mesh would silently train as HSDP (ENT-10).
         UserError: a 2-D mesh without names.
     """
     if dp_mesh_dims is not None:

@@ -34,7 +34,7 @@ class UnshardHandle:
 
 
 class HSDPModule(Recovery):
-    """Mixed into the class of a module by ``fully_shard`` as ``HSDP<Original>`` (FSDP2 ``FSDPModule``, clause 1).
+    """Mixed into the class of a module by ``fully_shard`` as ``HSDP<Original>`` (FSDP2 ``FSDPModule``).
 
     Methods with ``recurse`` act on every unit at or below the module by default; the others on the module's unit alone.
     """
@@ -108,8 +108,7 @@ class HSDPModule(Recovery):
     @contextmanager
     def no_sync(self, *, recurse: bool = True) -> Iterator[None]:
         """``set_requires_gradient_sync(False)`` for a block: after it, also after an exception, each unit has the
-        settings back that it had before (public report A45). FSDP2 has no such method; the name is that of FSDP1 and
-        DDP.
+        settings back that it had before (ACC-11). FSDP2 has no such method; the name is that of FSDP1 and DDP.
         """
         before = [(group, group.reduce_grads, group.all_reduce_grads) for group in self._groups(recurse)]
         self.set_requires_gradient_sync(False, recurse=recurse)
@@ -136,7 +135,7 @@ class HSDPModule(Recovery):
         """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks; 1.0 is a pure sum.
 
         The gradient becomes ``scaling_factor * sum over ranks / factor``, the same on FSDP and HSDP meshes and on
-        groups without a premultiplied sum (public reports A27, A28).
+        groups without a premultiplied sum (RED-03, RED-10).
         """
         if not _is_number(factor):
             raise TypeError(f"expected the gradient divide factor to be a number, but got {factor!r}")
@@ -174,7 +173,7 @@ class HSDPModule(Recovery):
             group.set_division(force_sum=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Reduce zeros for parameters that got no gradient, so that ranks that use different ones agree (A57)."""
+        """Reduce zeros for parameters that got no gradient, so that ranks that use different ones agree (RED-05)."""
         _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for group in self._groups(recurse):
             group.reduce_scatter_unused_params = reduce_scatter_unused_params

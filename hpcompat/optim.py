@@ -304,7 +304,7 @@ def clip_grad_norm_(
 
 def zero_grad(module_or_optimizer: Any, set_to_none: bool = True) -> None:
     """Clear the gradients, wherever they are: ``grad``, ``main_grad``, those accumulated without sync, and partial sums
-    that wait for their all-reduce (public report A41).
+    that wait for their all-reduce (OPT-07).
 
     Args:
         module_or_optimizer: a module, with all below it, or an optimizer: its parameters.

@@ -22,7 +22,7 @@ class Replicate:
 
 @dataclass
 class ShardPlacementResult:
-    """Placement and mesh of one parameter, returned by ``shard_placement_fn`` (FSDP2 clause 4).
+    """Placement and mesh of one parameter, returned by ``shard_placement_fn`` (PLC-05).
 
     ``placement=None`` means ``Shard(0)``. Parameters whose mesh infos name the same process groups share a param group.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Mixed precision of one ``fully_shard`` call (FSDP2 ``MixedPrecisionPolicy``, clause 12).
+    """Mixed precision of one ``fully_shard`` call (FSDP2 ``MixedPrecisionPolicy``).
 
     Args:
         param_dtype: dtype of the gather, of the unsharded parameter and so of its gradient. ``None``: the original

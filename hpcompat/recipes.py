@@ -87,7 +87,7 @@ def expert_shard_dim(num_experts: int, *, ep_degree: int, shard_degree: int) -> 
 
     0, the experts themselves, as long as every rank gets one; else 1, since ranks without an expert would wait for the
     others (TorchTitan's rule). What counts is how many ranks *share* the weights: replicas, as under HSDP, hold them
-    again and do not (public report A32). Such a unit's gradients are to be divided by the number of **all**
+    again and do not (PLC-09). Such a unit's gradients are to be divided by the number of **all**
     data-parallel ranks: ``unit.set_gradient_divide_factor(world_size)``.
 
     Args:

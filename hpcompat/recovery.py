@@ -17,7 +17,7 @@ class Recovery:
     """To be called on the root: the module whose forward is run."""
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: back to a clean iteration (clause 13).
+        """After an exception in forward or backward: back to a clean iteration (REC-01, REC-02).
 
         Waits for what is in flight, drops every pending gradient (unsharded, accumulated without sync, partially
         reduced), reshards, and forgets the order of the iteration. Gradients already on the shards stay: zero them as

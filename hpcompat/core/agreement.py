@@ -1,4 +1,4 @@
-"""Ranks that reduce different gradients: found before anything of it is added up (public report A57).
+"""Ranks that reduce different gradients: found before anything of it is added up (RED-11).
 
 [Note: departures]
 Every rank has to reduce the same gradients of a unit. Ranks that do not would add up gradients of different parameters

@@ -3,7 +3,7 @@
 The result is always ``scale * sum over the data-parallel ranks / divisor``, where the divisor is the user's factor or,
 without one, the number of data-parallel ranks (``shard_world_size * replicate_world_size``) for ``avg`` and 1 for
 ``sum``. How the division is spread over the path decides the bits, so where native FSDP2 works this module picks what
-it picks (FSDP2 clause 11.1), and where the group has no such reduction it falls back to a sum and one division
+it picks, and where the group has no such reduction it falls back to a sum and one division
 afterwards.
 """
 
@@ -78,7 +78,7 @@ def _average(request: DivideRequest) -> DividePlan:
 
 
 def _power_of_two_near_root(divisor: float) -> float:
-    """Doubled from 1 while it divides ``divisor`` and is below its square root (the rule of clause 11.1)."""
+    """Doubled from 1 while it divides ``divisor`` and is below its square root, as native FSDP2 does."""
     pre = 1.0
     while divisor % pre == 0 and divisor / pre > pre:
         pre *= 2

@@ -1,6 +1,6 @@
 """What the units of one root share over an iteration: the root, the last-backward mark, the final callback.
 
-The root is the first unit that runs forward; everything below it then belongs to it (FSDP2 clause 7).
+The root is the first unit that runs forward; everything below it then belongs to it (ENT-13).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Iteration:
         self.post_optim_event: Any = None
 
     def final_callback(self) -> None:
-        """End of a backward: every unit has reduced, and after the last one nothing is pending (clause 9)."""
+        """End of a backward: every unit has reduced, and after the last one nothing is pending."""
         if events.listeners:
             events.emit("final_callback", "", TrainingState.POST_BACKWARD, source=self.units[0] if self.units else None)
         self.final_callback_queued = False
@@ -43,7 +43,7 @@ class Iteration:
                     group.finalize_backward()
 
     def reset(self) -> None:
-        """After an exception: as if the failed iteration had never been (clause 13)."""
+        """After an exception: as if the failed iteration had never been (REC-07)."""
         if self.units:
             self.units[0].comm_ctx.reset()
         for unit in self.units:

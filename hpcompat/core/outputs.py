@@ -13,8 +13,8 @@ def check_hidden_tensors(unit: Unit, *, owner: str | None, beside_shown: bool) -
     """``owner`` is the type of an object in the unit's output that holds tensors where hooks cannot be put.
 
     Raises:
-        TypeError: no other tensor is there, so that nothing would gather the parameters for backward (public report
-            A71). Beside others, as in a cache of keys and values, it does no harm by itself: a warning.
+        TypeError: no other tensor is there, so that nothing would gather the parameters for backward (FWD-02). Beside
+            others, as in a cache of keys and values, it does no harm by itself: a warning.
     """
     if owner is None:
         return

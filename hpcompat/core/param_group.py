@@ -194,7 +194,7 @@ class ParamGroup:
             ctx.make_gathers_wait(event)
 
     def reshard(self) -> None:
-        """Free the unsharded parameters: per policy inside forward, always elsewhere (clause 6.3)."""
+        """Free the unsharded parameters: inside forward by the policy (RSF-01 to RSF-03), always elsewhere."""
         if self.training_state is TrainingState.FORWARD:
             target = self.post_forward_mesh_info
             if target is None:
@@ -383,7 +383,7 @@ class ParamGroup:
                 events.observe("gather_dropped", self)
 
     def reset_iter_state(self) -> None:
-        """Back to a clean, sharded, idle group without pending gradients (clause 13; public report A43)."""
+        """Back to a clean, sharded, idle group without pending gradients (REC-03, REC-04, REC-07)."""
         self.drop_gather()
         if self._post_forward_event is not None:
             self.comm_ctx.make_gathers_wait(self._post_forward_event)

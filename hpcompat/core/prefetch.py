@@ -1,4 +1,4 @@
-"""Which groups to gather before they are needed (FSDP2 clause 9.1)."""
+"""Which groups to gather before they are needed (SCH-02, SCH-06, SCH-07)."""
 
 from __future__ import annotations
 

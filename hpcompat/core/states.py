@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 
 class ShardedState(Enum):
-    """Where the parameters of a param group live (FSDP2 clause 6.1).
+    """Where the parameters of a param group live.
 
     ``SHARDED``: only the shard exists and is registered on the modules.
     ``SHARDED_POST_FORWARD``: after forward with an integer ``reshard_after_forward`` a slice over the smaller group
@@ -20,7 +20,7 @@ class ShardedState(Enum):
 
 
 class TrainingState(Enum):
-    """What a unit or a param group is doing (FSDP2 clause 6.2)."""
+    """What a unit or a param group is doing."""
 
     IDLE = auto()
     FORWARD = auto()

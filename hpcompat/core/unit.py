@@ -78,7 +78,7 @@ class Unit:
     # Forward
 
     def pre_forward(self, index: int = 0) -> ForwardEntry:
-        """Before forward of member ``index``: gather, wait, prefetch (FSDP2 clause 8)."""
+        """Before forward of member ``index``: gather, wait, prefetch (SCH-01, SCH-06)."""
         if events.listeners:
             events.emit("pre_forward", self.fqn, self.training_state, source=self)
         if self.training_state is TrainingState.PRE_BACKWARD:
@@ -160,7 +160,7 @@ class Unit:
     # Backward
 
     def pre_backward(self) -> None:
-        """At the first gradient of an output: gather again, and prefetch what backward needs next (clause 9)."""
+        """At the first gradient of an output: gather again, and prefetch what backward needs next (SCH-02)."""
         if events.listeners:
             events.emit("pre_backward", self.fqn, self.training_state, source=self)
         self.training_state = TrainingState.PRE_BACKWARD

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` and ``replicate`` do, in order (FSDP2 clause 2): check, collect, group, shard, hook, rename."""
+"""What ``fully_shard`` and ``replicate`` do, in order: check, collect, group, shard, hook, rename."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def shapes(*, make: Callable[[Arrays], Any], shard_degree: int, expected: tuple[
 
 
 def order(*, make: Callable[[Arrays], Any]) -> None:
-    """In backward, the last group of a unit prefetches all groups of the unit before (FSDP2 clause 9.1)."""
+    """In backward, the last group of a unit prefetches all groups of the unit before (PLC-07)."""
     model = sharded(make, shard_degree=2)
     hpcompat.backward(loss_of(model, hpcompat.get_rank(), 0))
     with hpcompat.record_events() as events:

@@ -1,4 +1,4 @@
-"""What units share while they communicate: streams, the gather that is held, reductions in flight (clause 19)."""
+"""What units share while they communicate: streams, the gather that is held, reductions in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By what, when and with which reduction gradients are divided (FSDP2 clause 11.1; public reports A27, A28, A33)."""
+"""By what, when and with which reduction gradients are divided (RED-01 to RED-04, RED-06, RED-10)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plan(
     )
 
 
-# Rows of clause 11.1: without overflow risk, on a group that has everything.
+# Without overflow risk, on a group that has everything.
 
 
 @pytest.mark.parametrize(("shards", "replicas"), [(2, 1), (8, 1), (2, 4), (1, 4)])
@@ -93,7 +93,7 @@ def test_with_overflow_risk_the_division_is_split(
 
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_without_premultiplied_sums_a_factor_divides_afterwards(replicas: int) -> None:
-    # A28: native raises on gloo and on other libraries without PREMUL_SUM.
+    # Native raises on gloo and on other libraries without PREMUL_SUM: ByteDance-Seed/VeOmni#241.
     assert plan(factor=3.0, replicas=replicas, supported=NO_PREMUL) == DividePlan(None, SUM, SUM, 3.0)
 
 
@@ -106,7 +106,7 @@ def test_without_averages_the_default_divides_afterwards() -> None:
 @pytest.mark.parametrize("replicas", [1, 4])
 @pytest.mark.parametrize("factor", [1.0, 4.0])
 def test_without_other_shards_a_factor_divides_once_in_front_of_the_all_reduce(factor: float, replicas: int) -> None:
-    # FSDP2 clause 14.3: native divides twice there.
+    # RED-06; native (torch 2.13) divides twice there.
     assert plan(factor=factor, shards=1, replicas=replicas) == DividePlan(factor, SUM, SUM, None)
 
 

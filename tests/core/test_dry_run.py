@@ -1,4 +1,4 @@
-"""How often and how much is communicated: one rank's view of up to 1024 (FSDP2 clause 10)."""
+"""How often and how much is communicated: one rank's view of up to 1024 (SCH-01)."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_mixed_precision_travels_in_its_dtypes() -> None:
     }
 
 
-# The table of clause 10, per unit and step
+# Numbers of collectives per unit and step, setting by setting
 
 
 def counts(rank: ref.Rank, run: Callable[[], object]) -> dict[str, int]:

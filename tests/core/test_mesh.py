@@ -1,4 +1,4 @@
-"""Which meshes are accepted, what the others are told, and the groups that follow from an accepted one (clause 3)."""
+"""Which meshes are accepted, what the others are told, and the groups that follow from an accepted one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_two_axes_that_may_be_replicate_and_shard_are_accepted(names: tuple[str,
     ],
 )
 def test_names_that_contradict_replicate_and_shard_are_refused(names: tuple[str, str], culprit: str) -> None:
-    """A81: such a mesh would silently train as HSDP."""
+    """Such a mesh would silently train as HSDP (ENT-10)."""
     with pytest.raises(
         ValueError, match=rf"axis 0 replicates and whose axis 1 shards.*{culprit!r} says otherwise"
     ) as refusal:

@@ -1,4 +1,4 @@
-"""What wrapped modules can do: every setter checks its argument and acts on the units that it says (FSDP2 clause 1)."""
+"""What wrapped modules can do: every setter checks its argument and acts on the units that it says."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ class WithMethod(Stack):
 
 
 def test_a_registered_method_gathers_as_forward_does() -> None:
-    """A72."""
+    """ENT-01, pytorch/pytorch#125394."""
     model = hpcompat.fully_shard(WithMethod())
     hpcompat.register_fsdp_forward_method(model, "generate")
     assert model.generate.__name__ == "generate"

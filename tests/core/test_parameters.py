@@ -93,7 +93,7 @@ class Tied(ref.Module):
 
 @pytest.mark.parametrize("rows", [4, 7])
 def test_tied_parameters_of_one_unit_get_both_gradients(rows: int) -> None:
-    """Also where the rows do not divide (A47)."""
+    """Also where the rows do not divide (LIF-07, pytorch/pytorch#176076)."""
 
     def run(rank: ref.Rank) -> Gradients:
         model = initialize(Tied(rows))
@@ -173,7 +173,7 @@ class Either(Stack):
 
 
 def test_ranks_may_use_different_parameters_of_a_unit_if_told_so() -> None:
-    """A57."""
+    """RED-05, pytorch/pytorch#158719."""
 
     def run(rank: ref.Rank) -> Gradients:
         model = hpcompat.fully_shard(initialize(Either()))
@@ -225,7 +225,7 @@ def test_other_dims_must_divide() -> None:
 
 
 def test_parameters_of_one_unit_may_live_on_different_meshes() -> None:
-    """Weights over all four ranks, biases over two and their replicas (FSDP2 clause 4)."""
+    """Weights over all four ranks, biases over two and their replicas (PLC-05)."""
 
     def run(rank: ref.Rank) -> Gradients:
         infos = {
@@ -343,7 +343,7 @@ class CountingScatter(ReduceScatter):
 
 
 def test_custom_collectives_are_called_as_their_protocol_says() -> None:
-    """Gathers are asynchronous only for ``unshard(async_op=True)``, reductions never (FSDP2 clause 15)."""
+    """Gathers are asynchronous only for ``unshard(async_op=True)``, reductions never (COM-05)."""
 
     def run(rank: ref.Rank) -> Gradients:
         model = wrap(initialize(Net()))

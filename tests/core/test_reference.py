@@ -166,7 +166,7 @@ def test_shards_of_another_dim(size: int) -> None:
 def test_a_factor_means_the_same_on_every_mesh_and_group(
     configure: Callable[[Any], object], divisor: float, shape: tuple[int, ...], reductions: frozenset[ReduceOp]
 ) -> None:
-    """A27, A28, A33: ``scaling * sum / factor``."""
+    """``scaling * sum / factor`` (RED-10)."""
 
     def step(model: Any, rank: int) -> None:
         for layer in (model.a, model.b, model.c, model):
@@ -298,7 +298,7 @@ class HeadApart(Net):
 
 
 def test_a_loss_by_chunks() -> None:
-    """A77: the head runs, backward too, once per chunk of rows, and the rest of the model afterwards."""
+    """The head runs, backward too, once per chunk of rows, and the rest of the model afterwards (ACC-10)."""
 
     def by_chunks(model: Any, inputs: ref.Value, check: Callable[[Any], None]) -> None:
         hidden = model(inputs)

@@ -1,7 +1,7 @@
-"""After an exception anywhere, ``reset_iter_state`` and ``zero_grad`` leave no trace of the failed step (clause 13).
+"""After an exception anywhere, ``reset_iter_state`` and ``zero_grad`` leave no trace of the failed step.
 
 A step fails at one place after another, on every rank alike; the next step is then compared with that of a run which
-skipped the failed batch: the same gradients to the bit, the same collectives (public reports A42, A43).
+skipped the failed batch: the same gradients to the bit, the same collectives (REC-01 to REC-07).
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def test_setters_stay(model: Any) -> None:
 
 
 def test_before_the_first_forward_it_undoes_what_was_done_by_hand(model: Any) -> None:
-    # FSDP2 clause 14.2: native raises AttributeError there.
+    # REC-05; native (torch 2.13) raises AttributeError there.
     shard = model.a.weight
     model.a.unshard(async_op=True)
     model.b.unshard()

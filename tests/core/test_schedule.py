@@ -1,4 +1,4 @@
-"""What the scheduler does, in order: exact event lists (FSDP2 clauses 5.4, 8, 9 and 10)."""
+"""What the scheduler does, in order: exact event lists (SCH-01 to SCH-11)."""
 
 from __future__ import annotations
 

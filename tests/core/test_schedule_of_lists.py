@@ -1,4 +1,4 @@
-"""What the scheduler does, in order, where a unit is more than a module with one group (FSDP2 clauses 4, 5.4 and 8)."""
+"""What the scheduler does, in order, where a unit is more than a module with one group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from training import Stack, batch, train, wrap
 
 pytestmark = pytest.mark.usefixtures("rank")
 
-# Several param groups in one unit (clause 4)
+# Several param groups in one unit (PLC-06, PLC-07)
 
 
 def test_groups_of_a_unit_go_forward_in_order_and_backward_in_reverse() -> None:
@@ -87,7 +87,7 @@ def test_recomputation_neither_reshards_nor_reorders() -> None:
     )
 
 
-# Module lists (clause 5.4)
+# Module lists (ENT-06, LIF-11)
 
 
 def wrap_list(model: Any, members: list[Any], *others: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which state follows which (FSDP2 clause 6): every step of real runs is in the tables, and nothing else is."""
+"""Which state follows which: every step of real runs is in the tables, and nothing else is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that a step gives to the streams of a device, one after another (FSDP2 clauses 9 and 19)."""
+"""The commands that a step gives to the streams of a device, one after another."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_hook_runs_on_its_stream(device: RecordingStreams) -> None:
 def test_the_cap_holds_in_training_whenever_it_is_set(
     device: RecordingStreams, monkeypatch: pytest.MonkeyPatch, cap: int, is_late: bool
 ) -> None:
-    # FSDP2 clause 14.6: native ignores a cap that is set after the first forward.
+    # Native (torch 2.13) ignores a cap that is set after the first forward.
     kept: list[int] = []
     submit = CommContext.submit
 

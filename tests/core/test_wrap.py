@@ -1,4 +1,4 @@
-"""What ``fully_shard`` takes, what it refuses, and what it leaves behind (FSDP2 clauses 2 and 4)."""
+"""What ``fully_shard`` takes, what it refuses, and what it leaves behind."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from hpcompat_torch.local import is_distributed
 class Axis(NamedTuple):
     """The ranks along one axis of a mesh, and the device on which they exchange numbers.
 
-    That is the mesh's: under CPU offload the group may know no other (A22).
+    That is the mesh's: under CPU offload the group may know no other (OFF-02).
     """
 
     group: Any

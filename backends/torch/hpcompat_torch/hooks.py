@@ -230,7 +230,7 @@ class TorchModuleMixin:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``; also drops ``main_grad`` and gradients that still wait for their reduction
-        (A41).
+        (OPT-07).
         """
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in _units_below(self):

@@ -1,6 +1,4 @@
-"""Device meshes of torch, and the DTensor specs that follow from a parameter, a mesh info and a placement (clause
-3).
-"""
+"""Device meshes of torch, and the DTensor specs that follow from a parameter, a mesh info and a placement."""
 
 from __future__ import annotations
 

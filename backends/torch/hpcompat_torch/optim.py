@@ -174,7 +174,7 @@ def _collect_all(optimizer: Any) -> None:
 @torch.no_grad()
 def zero_grad(target: nn.Module | Optimizer, *, set_to_none: bool = True) -> None:
     """Clear the gradients of a module or of an optimizer's parameters, in whatever form they are: on the parameter or
-    its shard, ``main_grad``, accumulated unsharded, or partially reduced (A41).
+    its shard, ``main_grad``, accumulated unsharded, or partially reduced (OPT-07).
     """
     if isinstance(target, Optimizer):
         members: Iterable[Any] = [parameter for group in target.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""Mixture of experts on 2 by 2 ranks: a mesh per parameter, gradients as in one process (public report A32)."""
+"""Mixture of experts on 2 by 2 ranks: a mesh per parameter, gradients as in one process (PLC-05, PLC-09)."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def optimizers_in_backward_train_the_same() -> None:
 
 @behaviour(each=[{"sharded_dtype": FP32}, {"sharded_dtype": BF16}])
 def main_gradients_stay_in_the_reduce_dtype(sharded_dtype: torch.dtype) -> None:
-    """`.grad` stays empty; `main_grad` is fp32, accumulates, and is the user's to clear (A41)."""
+    """`.grad` stays empty; `main_grad` is fp32, accumulates, and is the user's to clear (MPR-10)."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, apply_grad_on_fp32_main_grad=True)
     model = wrap(mlp().to(sharded_dtype), mp_policy=policy)
     truth = true_gradients(mlp())

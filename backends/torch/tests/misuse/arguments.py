@@ -1,4 +1,4 @@
-"""Arguments of ``fully_shard``: policies, parameter sets, resharding (clauses 3 and 12)."""
+"""Arguments of ``fully_shard``: policies, parameter sets, resharding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ POLICY_ROWS = [
         (TypeError,),
         r"expected mp_policy.param_dtype to be a torch.dtype, but got 'bf16'",
         r"torch.dtype",
-        "12",
     ),
     Misuse(
         "policy-reduce-dtype-string",
@@ -43,7 +42,6 @@ POLICY_ROWS = [
         (TypeError,),
         r"expected mp_policy.reduce_dtype to be a torch.dtype, but got 'fp32'",
         r"torch.dtype",
-        "12",
     ),
     Misuse(
         "policy-output-dtype-string",
@@ -51,7 +49,6 @@ POLICY_ROWS = [
         (TypeError,),
         r"expected mp_policy.output_dtype to be a torch.dtype, but got 'fp32'",
         r"torch.dtype",
-        "12",
     ),
     Misuse(
         "policy-integer-dtype",
@@ -59,7 +56,6 @@ POLICY_ROWS = [
         (ValueError,),
         r"expected mp_policy.param_dtype to be a floating dtype, but got torch.int8",
         r"floating dtype",
-        "12",
     ),
     Misuse(
         "policy-dtype-in-its-place",
@@ -67,7 +63,6 @@ POLICY_ROWS = [
         (TypeError,),
         r"expected mp_policy to be a MixedPrecisionPolicy, but got torch.bfloat16",
         r"MixedPrecisionPolicy",
-        "12",
     ),
     Misuse(
         "policy-none",
@@ -75,7 +70,6 @@ POLICY_ROWS = [
         (TypeError,),
         r"expected mp_policy to be a MixedPrecisionPolicy, but got None",
         r"MixedPrecisionPolicy",
-        "12",
     ),
     Misuse(
         "offload-policy-bool",
@@ -83,7 +77,6 @@ POLICY_ROWS = [
         (TypeError,),
         r"expected offload_policy to be an OffloadPolicy, but got True",
         r"OffloadPolicy",
-        "12",
     ),
     Misuse(
         "offload-policy-class",
@@ -91,7 +84,6 @@ POLICY_ROWS = [
         (TypeError,),
         r"expected offload_policy to be an OffloadPolicy, but got <class '.*CPUOffloadPolicy'>",
         r"OffloadPolicy",
-        "12",
     ),
 ]
 
@@ -102,7 +94,7 @@ PINNED_ROW = Misuse(
     (CapabilityError, NotImplementedError, RuntimeError),
     r"backend 'torch' lacks the capability 'pinned memory'.*but got .*pin_memory=True",
     r"pass CPUOffloadPolicy\(pin_memory=False\)",
-    "12",
+    "OFF-03",
     native=RuntimeError,
 )
 
@@ -113,7 +105,6 @@ ARGUMENT_ROWS = [
         (TypeError,),
         r"expected comm_fusion to be a bool, but got 'yes'",
         r"a bool",
-        "1",
     ),
     Misuse(
         "comm-fusion-none",
@@ -121,7 +112,6 @@ ARGUMENT_ROWS = [
         (TypeError,),
         r"expected comm_fusion to be a bool, but got None",
         r"a bool",
-        "1",
     ),
     Misuse(
         "zero-copy-int",
@@ -129,7 +119,6 @@ ARGUMENT_ROWS = [
         (TypeError,),
         r"expected comm_fusion_zero_copy to be a bool.*but got 1",
         r"a bool or None",
-        "1",
     ),
     Misuse(
         "ignored-params-string",
@@ -137,7 +126,6 @@ ARGUMENT_ROWS = [
         (TypeError,),
         r"expected ignored_params to be a set of parameters, but got 'weight'",
         r"a set of parameters",
-        "2",
         native=TypeError,
     ),
     Misuse(
@@ -146,7 +134,6 @@ ARGUMENT_ROWS = [
         (TypeError,),
         r"expected ignored_params to hold parameters, but got a str: 'weight'",
         r"to hold parameters",
-        "2",
     ),
     Misuse(
         "ignored-params-one-parameter",
@@ -154,7 +141,6 @@ ARGUMENT_ROWS = [
         (TypeError,),
         r"expected ignored_params to hold parameters, but got a Tensor",
         r"to hold parameters",
-        "2",
     ),
     Misuse(
         "ignored-params-module",
@@ -162,7 +148,6 @@ ARGUMENT_ROWS = [
         (TypeError,),
         r"expected ignored_params to hold parameters, but got a Linear",
         r"to hold parameters",
-        "2",
     ),
     Misuse(
         "replicate-params-not-managed",
@@ -170,7 +155,7 @@ ARGUMENT_ROWS = [
         (ValueError,),
         r"expected replicate_params to be parameters that this call manages, but got 1 that",
         r"are not in the wrapped modules, are ignored, or belong to a unit already",
-        "A17",
+        "RPL-06",
     ),
     Misuse(
         "replicate-params-also-ignored",
@@ -178,7 +163,7 @@ ARGUMENT_ROWS = [
         (ValueError,),
         r"expected ignored_params and replicate_params to be apart, but got 1 parameters in both",
         r"to be apart",
-        "A17",
+        "RPL-06",
     ),
     Misuse(
         "reshard-string",
@@ -186,7 +171,6 @@ ARGUMENT_ROWS = [
         (ValueError,),
         r"reshard_after_forward should be a bool or an int .*, but got 'yes'",
         r"a bool or an int representing the group size",
-        "3",
         native=ValueError,
     ),
     Misuse(
@@ -195,7 +179,6 @@ ARGUMENT_ROWS = [
         (ValueError,),
         r"reshard_after_forward should be a bool or an int .*, but got 1\.0",
         r"a bool or an int representing the group size",
-        "3",
         native=ValueError,
     ),
     Misuse(
@@ -204,7 +187,7 @@ ARGUMENT_ROWS = [
         (ValueError,),
         r"reshard_after_forward as an int, it should be a factor of 2, but got 3",
         r"pass True, False or a divisor of the shard axis",
-        "3",
+        "RSF-11",
         native=ValueError,
         world_size=2,
     ),
@@ -214,7 +197,7 @@ ARGUMENT_ROWS = [
         (ValueError,),
         r"reshard_after_forward as an int, it should be a factor of 2, but got 4",
         r"pass True, False or a divisor of the shard axis",
-        "3",
+        "RSF-11",
         native=ValueError,
         world_size=2,
     ),
@@ -224,7 +207,7 @@ ARGUMENT_ROWS = [
         (ValueError,),
         r"reshard_after_forward as an int, it should be a factor of 1, but got 0",
         r"pass True, False or a divisor of the shard axis",
-        "3",
+        "RSF-11",
         native=ValueError,
     ),
 ]

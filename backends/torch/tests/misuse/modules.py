@@ -1,4 +1,4 @@
-"""What is wrapped: modules, lists, parameters and their placements (clauses 2, 4 and 5)."""
+"""What is wrapped: modules, lists, parameters and their placements."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ ROWS = [
         (TypeError,),
         r"expected an object of an installed backend's framework, but got an object of type builtins.str",
         r"choose one with backend=",
-        "2",
     ),
     Misuse(
         "module-parameter",
@@ -84,7 +83,6 @@ ROWS = [
         (TypeError,),
         r"but got Parameter",
         r"expects a module or a list of modules of torch",
-        "2",
     ),
     Misuse(
         "module-generator",
@@ -92,7 +90,6 @@ ROWS = [
         (TypeError,),
         r"but got an object of type builtins.generator",
         r"choose one with backend=",
-        "2",
     ),
     Misuse(
         "list-with-string",
@@ -100,7 +97,6 @@ ROWS = [
         (TypeError,),
         r"expects a module or a list of modules of torch, but got str",
         r"a list of modules",
-        "2",
     ),
     Misuse(
         "list-empty",
@@ -108,7 +104,6 @@ ROWS = [
         (ValueError,),
         r"but got an empty list",
         r"expects a module or a non-empty list of modules",
-        "2",
     ),
     Misuse(
         "backend-unknown",
@@ -116,7 +111,6 @@ ROWS = [
         (ValueError,),
         r"expected backend to name an installed backend, but got 'jax'; installed backends: .*torch",
         r"choose one with backend=",
-        "1",
     ),
     Misuse(
         "wrapped-twice",
@@ -124,7 +118,7 @@ ROWS = [
         EITHER,
         r"can only be applied to a module once, but got HSDPLinear",
         r"wrap bottom-up, each module in one call",
-        "2",
+        "LIF-09",
         native=AssertionError,
     ),
     Misuse(
@@ -133,7 +127,7 @@ ROWS = [
         EITHER,
         r"can only be applied to a module once, but got HSDPLinear",
         r"wrap bottom-up, each module in one call",
-        "2",
+        "LIF-09",
         native=AssertionError,
     ),
     Misuse(
@@ -142,7 +136,7 @@ ROWS = [
         (ValueError,),
         r"does not support containers that do not implement forward, but got ModuleList",
         r"wrap its members, or pass them as a list",
-        "2",
+        "ENT-07",
         native=ValueError,
     ),
     Misuse(
@@ -151,7 +145,7 @@ ROWS = [
         (ValueError,),
         r"does not support containers that do not implement forward, but got ModuleDict",
         r"wrap its members, or pass them as a list",
-        "2",
+        "ENT-07",
         native=ValueError,
     ),
     Misuse(
@@ -160,7 +154,7 @@ ROWS = [
         (RuntimeError,),
         r"requires a single root module but got 2 modules: \['HSDPLinear', 'HSDPLinear'\]",
         r"run forward through a module that holds them all and is wrapped",
-        "7",
+        "ENT-14",
         native=RuntimeError,
         world_size=2,
     ),
@@ -170,7 +164,7 @@ ROWS = [
         (RuntimeError,),
         r"but got a forward of '' after one of '0'.*has already been lazily initialized for '0'",
         r"run forward through the root module first",
-        "7",
+        "ENT-13",
         native=RuntimeError,
         world_size=2,
     ),
@@ -180,7 +174,7 @@ ROWS = [
         (ValueError,),
         r"but got '1.weight', which is shared with a parameter already managed by another FSDP group \('0.weight'\)",
         r"one unit: fully_shard\(\[module_a, module_b\]\)",
-        "A48",
+        "ENT-03",
         native=ValueError,
         world_size=2,
     ),
@@ -190,7 +184,7 @@ ROWS = [
         EITHER,
         r"FSDP does not support deepcopy, but got a deepcopy of HSDPLinear",
         r"use state dict.*copy the module before wrapping it.*EMA.*wrap a second model",
-        "A79",
+        "ENT-08",
         native=AssertionError,
     ),
     # Parameters
@@ -200,7 +194,7 @@ ROWS = [
         (ValueError,),
         r"doesn't support scalar parameters.*but got table of shape \(\)",
         r"Change table to a 1D tensor with numel equal to 1\.",
-        "2",
+        "ENT-07",
         native=ValueError,
     ),
     Misuse(
@@ -209,7 +203,6 @@ ROWS = [
         (NotImplementedError,),
         r"does not support non-contiguous parameters.*but got 'table' of shape \(4, 3\) and stride \(1, 4\)",
         r"make it contiguous before wrapping",
-        "5",
         native=NotImplementedError,
     ),
     Misuse(
@@ -218,7 +211,7 @@ ROWS = [
         (RuntimeError,),
         r"should be materialized from meta device before training, but got parameters on it: \['weight', 'bias'\]",
         r"call module.to_empty\(device=...\) and initialize them, or load a state dict with assign=True",
-        "5",
+        "SDT-10",
         native=RuntimeError,
     ),
     Misuse(
@@ -227,7 +220,6 @@ ROWS = [
         (RuntimeError,),
         r"should be materialized from meta device before training, but got parameters on it: \['weight', 'bias'\]",
         r"call module.to_empty",
-        "5",
         native=RuntimeError,
     ),
     Misuse(
@@ -236,7 +228,6 @@ ROWS = [
         (TypeError,),
         r"expected parameter 'weight' to stay a DTensor, but got Parameter",
         r"assign a DTensor .* or load with load_state_dict",
-        "5",
     ),
     # Placements
     Misuse(
@@ -245,7 +236,7 @@ ROWS = [
         (NotImplementedError,),
         r"does not support uneven sharding on dim 1.*but got 'table' of shape \(4, 3\) \(world size: 2\)",
         r"shard it on dim 0",
-        "5",
+        "ENT-07",
         native=NotImplementedError,
         world_size=2,
     ),
@@ -255,7 +246,7 @@ ROWS = [
         EITHER,
         r"Shard dim 2 is invalid for 2D tensor: .*but got it for parameter 'weight' of shape \(4, 4\)",
         r"expected a dim from -2 to 1",
-        "5",
+        "ENT-07",
         native=AssertionError,
     ),
     Misuse(
@@ -264,7 +255,7 @@ ROWS = [
         EITHER,
         r"Shard dim -3 is invalid for 2D tensor: .*but got it for parameter 'weight' of shape \(4, 4\)",
         r"expected a dim from -2 to 1",
-        "5",
+        "ENT-07",
         native=AssertionError,
     ),
     Misuse(
@@ -273,7 +264,7 @@ ROWS = [
         (ValueError,),
         r"Invalid shard_placement_fn result: .*but got 0",
         r"expected None, a Shard or a ShardPlacementResult",
-        "4",
+        "PLC-08",
         native=ValueError,
     ),
     Misuse(
@@ -282,7 +273,7 @@ ROWS = [
         (ValueError,),
         r"Invalid shard_placement_fn result: .*but got Replicate\(\)",
         r"expected None, a Shard or a ShardPlacementResult",
-        "4",
+        "PLC-08",
         native=ValueError,
     ),
     Misuse(
@@ -291,7 +282,7 @@ ROWS = [
         EITHER,
         r"for parameter 'weight', but got Replicate\(\)",
         r"expected a Shard placement",
-        "4",
+        "PLC-08",
     ),
     Misuse(
         "placement-fn-not-callable",
@@ -299,7 +290,6 @@ ROWS = [
         (TypeError,),
         r"expected shard_placement_fn to be callable, but got Shard\(dim=1\)",
         r"callable",
-        "4",
         native=TypeError,
     ),
     Misuse(
@@ -308,6 +298,6 @@ ROWS = [
         (ValueError,),
         r"must use the same FSDPMeshInfo object, but got different objects: FSDPMeshInfo.* vs FSDPMeshInfo",
         r"make one and return it for all of them",
-        "4",
+        "PLC-08",
     ),
 ]

@@ -1,4 +1,4 @@
-"""``replicate`` and what it makes (clause 17)."""
+"""``replicate`` and what it makes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ MODULE_ROWS = [
         EITHER,
         r"replicate can only be applied to a module once, but got ReplicateLinear",
         r"wrap bottom-up, each module in one call",
-        "2",
+        "LIF-09",
         native=AssertionError,
     ),
     Misuse(
@@ -70,7 +70,7 @@ MODULE_ROWS = [
         EITHER,
         r"replicate can only be applied to a module once, but got ReplicateLinear",
         r"wrap bottom-up, each module in one call",
-        "2",
+        "LIF-09",
         native=AssertionError,
     ),
     Misuse(
@@ -79,7 +79,7 @@ MODULE_ROWS = [
         (RuntimeError,),
         r"but got HSDPLinear, already managed by `fully_shard`",
         r"wrap it with one of the two",
-        "17",
+        "RPL-05",
         native=RuntimeError,
     ),
     Misuse(
@@ -88,7 +88,6 @@ MODULE_ROWS = [
         EITHER,
         r"but got ReplicateLinear, already managed by `replicate`",
         r"wrap it with one of the two",
-        "17",
         native=AssertionError,
     ),
     Misuse(
@@ -97,7 +96,7 @@ MODULE_ROWS = [
         (ValueError,),
         r"replicate does not support containers that do not implement forward, but got ModuleList",
         r"wrap its members, or pass them as a list",
-        "2",
+        "ENT-07",
         native=ValueError,
     ),
     Misuse(
@@ -106,7 +105,6 @@ MODULE_ROWS = [
         (TypeError,),
         r"but got an object of type builtins.str",
         r"choose one with backend=",
-        "2",
     ),
     Misuse(
         "replicate-list-empty",
@@ -114,7 +112,6 @@ MODULE_ROWS = [
         (ValueError,),
         r"replicate expects a module or a non-empty list of modules, but got an empty list",
         r"a non-empty list",
-        "2",
     ),
     Misuse(
         "replicated-list-as-root",
@@ -122,7 +119,7 @@ MODULE_ROWS = [
         (RuntimeError,),
         r"Replicate requires a single root module but got 2 modules: \['ReplicateLinear', 'ReplicateLinear'\]",
         r"run forward through a module that holds them all and is wrapped",
-        "7",
+        "ENT-14",
         native=RuntimeError,
         world_size=2,
     ),
@@ -132,7 +129,7 @@ MODULE_ROWS = [
         (ValueError,),
         r"but got '1.weight', which is shared with a parameter already managed by another FSDP group \('0.weight'\)",
         r"Put the modules that share it into one unit",
-        "A48",
+        "ENT-03",
         native=ValueError,
         world_size=2,
     ),
@@ -142,7 +139,7 @@ MODULE_ROWS = [
         EITHER,
         r"FSDP does not support deepcopy, but got a deepcopy of ReplicateLinear",
         r"copy the module before wrapping it",
-        "A79",
+        "ENT-08",
         native=AssertionError,
     ),
     Misuse(
@@ -151,7 +148,7 @@ MODULE_ROWS = [
         (ValueError,),
         r"replicate doesn't support scalar parameters.*but got table of shape \(\)",
         r"Change table to a 1D tensor with numel equal to 1\.",
-        "2",
+        "ENT-07",
         native=ValueError,
     ),
     Misuse(
@@ -160,7 +157,6 @@ MODULE_ROWS = [
         (NotImplementedError,),
         r"does not support non-contiguous parameters.*but got 'table' of shape \(4, 3\) and stride \(1, 4\)",
         r"make it contiguous before wrapping",
-        "5",
         native=NotImplementedError,
     ),
     Misuse(
@@ -169,7 +165,7 @@ MODULE_ROWS = [
         (RuntimeError,),
         r"should be materialized from meta device before training, but got parameters on it: \['weight', 'bias'\]",
         r"call module.to_empty",
-        "5",
+        "SDT-10",
         native=RuntimeError,
     ),
 ]
@@ -181,7 +177,7 @@ MESH_ROWS = [
         (ValueError,),
         r"replicate expects a 1D DeviceMesh but got DeviceMesh.*replicate=1, shard=1",
         r"pass one axis of it, or all of them flattened",
-        "17",
+        "RPL-05",
         native=ValueError,
     ),
     Misuse(
@@ -190,7 +186,6 @@ MESH_ROWS = [
         (ValueError,),
         r"replicate expects a 1D DeviceMesh but got DeviceMesh.*pp=1, dp=1, tp=1",
         r"pass one axis of it, or all of them flattened",
-        "17",
         native=ValueError,
     ),
     Misuse(
@@ -199,7 +194,6 @@ MESH_ROWS = [
         (TypeError,),
         r"expected mesh to be a DeviceMesh, but got 'cpu'",
         r"init_device_mesh",
-        "3",
     ),
     Misuse(
         "replicate-dims-shard",
@@ -207,7 +201,6 @@ MESH_ROWS = [
         (ValueError,),
         r"requires replicate axes only, but got DataParallelMeshDims\(shard='dp', replicate=None\)",
         r"use fully_shard for sharding",
-        "17",
         native=ValueError,
     ),
     # Native takes these for HSDP and shards.
@@ -217,7 +210,6 @@ MESH_ROWS = [
         (ValueError,),
         r"requires replicate axes only, but got DataParallelMeshDims\(shard='tp', replicate='dp'\)",
         r"use fully_shard for sharding",
-        "17",
     ),
     Misuse(
         "replicate-dims-unset",
@@ -225,7 +217,6 @@ MESH_ROWS = [
         (ValueError,),
         r"At least one of shard or replicate must be set in dp_mesh_dims, but got",
         r"name the axes",
-        "3",
         native=ValueError,
     ),
     Misuse(
@@ -234,7 +225,6 @@ MESH_ROWS = [
         (ValueError,),
         r"dp_mesh_dims.*but got 'ddp', not found in mesh.mesh_dim_names \('dp', 'tp'\)",
         r"name axes of the mesh",
-        "3",
         native=ValueError,
     ),
     Misuse(
@@ -243,7 +233,6 @@ MESH_ROWS = [
         (ValueError,),
         r"must be DTensors on the full SPMD mesh, but got plain tensor for parameter 'weight'",
         r"distribute the module first",
-        "3",
         native=ValueError,
     ),
     Misuse(
@@ -252,7 +241,6 @@ MESH_ROWS = [
         (TypeError,),
         r"expected dp_mesh_dims to be a DataParallelMeshDims, but got \('dp',\)",
         r"DataParallelMeshDims",
-        "3",
     ),
 ]
 
@@ -263,7 +251,6 @@ ARGUMENT_ROWS = [
         (TypeError,),
         message,
         advice,
-        "17",
     )
     for name, options, message, advice in [
         ("policy-dict", {"mp_policy": {}}, r"mp_policy to be a MixedPrecisionPolicy, but got \{\}", "expected"),
@@ -281,7 +268,7 @@ METHOD_ROWS = [
             EITHER,
             rf"expected a sharded module to set reshard_after_forward={value} on, but got ReplicateLinear",
             r"leave the call out",
-            "17",
+            "RPL-05",
             native=error,
         )
         for value, error in [(True, AssertionError), (False, AssertionError), (None, ValueError)]
@@ -292,7 +279,6 @@ METHOD_ROWS = [
         EITHER,
         r"for a separate reduce-scatter group, but got DDPMeshInfo",
         r"expected a sharded mesh",
-        "15",
         native=AssertionError,
     ),
     Misuse(
@@ -301,7 +287,6 @@ METHOD_ROWS = [
         (TypeError,),
         r"set_custom_all_gather expects an object .*, but got <object",
         r"allocate\(\.\.\.\) and __call__\(\.\.\.\)",
-        "15",
     ),
     Misuse(
         "replicated-reset-below-the-root",
@@ -309,7 +294,7 @@ METHOD_ROWS = [
         (RuntimeError,),
         r"reset_iter_state must be called on the root FSDP module, but got '0'",
         r"call it on the module whose forward was run",
-        "13",
+        "REC-06",
         native=RuntimeError,
     ),
 ]

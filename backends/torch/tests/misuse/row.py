@@ -21,9 +21,9 @@ class Misuse:
     ``provoke`` makes the mistake with the names of an API: hpcompat, or ``torch.distributed.fsdp`` where ``native`` is
     set. The error must be an instance of each of ``types``. ``message`` is a regular expression for what the error
     names (the parameter, axis or argument) and what came; ``advice`` one for what to do about it. ``clause`` is the
-    clause of FSDP2's behaviour, or the public report, that asks for the error. ``native`` is the class that native
-    FSDP2 raises for the same calls; it must be one of ``types``, so that code which catches native's error catches
-    ours.
+    clause of the spec that asks for the error, empty where none speaks of the mistake. ``native`` is the class that
+    native FSDP2 raises for the same calls; it must be one of ``types``, so that code which catches native's error
+    catches ours.
     """
 
     id: str
@@ -31,7 +31,7 @@ class Misuse:
     types: tuple[type[Exception], ...]
     message: str
     advice: str
-    clause: str
+    clause: str = ""
     native: type[Exception] | None = None
     world_size: int = 1
 

@@ -1,4 +1,4 @@
-"""Setters and methods of a wrapped module (clauses 1, 11, 13 and 15)."""
+"""Setters and methods of a wrapped module."""
 
 from __future__ import annotations
 
@@ -77,7 +77,6 @@ def _switch(method: str, argument: str, value: object) -> Misuse:
         (TypeError,),
         rf"expected {argument} to be a bool, but got {value!r}",
         r"a bool",
-        "1",
     )
 
 
@@ -93,7 +92,6 @@ DIVISION_ROWS = [
             (TypeError,),
             rf"expected the gradient divide factor to be a number, but got {got}",
             r"a number",
-            "11.1",
         )
         for name, value, got in [
             ("string", "2", "'2'"),
@@ -109,7 +107,6 @@ DIVISION_ROWS = [
             (ValueError,),
             rf"expected the gradient divide factor to be positive and finite, but got {value!r}",
             r"positive and finite",
-            "11.1",
         )
         for name, value in [("negative", -1.0), ("zero", 0), ("nan", math.nan), ("infinite", math.inf)]
     ),
@@ -120,7 +117,6 @@ DIVISION_ROWS = [
             (TypeError,),
             rf"expected the gradient scaling factor to be a number, a one-element tensor or None, but got {got}",
             r"a number, a one-element tensor or None",
-            "11.1",
         )
         for name, value, got in [
             ("string", "2", "'2'"),
@@ -138,7 +134,6 @@ DIVISION_ROWS = [
             (ValueError,),
             rf"expected reduce_op_type to be .*, but got {got}",
             r'"avg" or "sum"',
-            "11.1",
         )
         for name, value, got in [("mean", "mean", "'mean'"), ("object", dist.ReduceOp.SUM, "<RedOpType.SUM")]
     ),
@@ -151,7 +146,7 @@ PREFETCH_ROWS = [
         (error,),
         message,
         advice,
-        "9.1",
+        "ENT-12",
         native=error,
     )
     for method in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch")
@@ -188,7 +183,6 @@ COMM_ROWS = [
             (TypeError,),
             rf"{method} expects an object .*, but got <.*{type(comm).__name__}",
             r"allocate\(\.\.\.\) and __call__\(\.\.\.\)",
-            "15",
         )
         for method in ("set_custom_all_gather", "set_custom_reduce_scatter")
         for comm in (WithoutAllocate(), WithoutCall())
@@ -200,7 +194,7 @@ COMM_ROWS = [
             (ValueError,),
             rf"{method} is not supported with multiple param groups, but got 2",
             r"give the unit one mesh",
-            "15",
+            "COM-06",
             world_size=2,
         )
         for method, value in [
@@ -215,7 +209,7 @@ COMM_ROWS = [
         EITHER,
         r"expected default communication objects, but got a custom one",
         r"choose one of the two",
-        "15",
+        "COM-11",
         native=AssertionError,
     ),
     Misuse(
@@ -224,7 +218,6 @@ COMM_ROWS = [
         (TypeError,),
         r"expected the all-reduce hook to be callable, but got 'print'",
         r"callable",
-        "15",
     ),
     Misuse(
         "all-reduce-hook-stream-under-hsdp",
@@ -232,7 +225,7 @@ COMM_ROWS = [
         (ValueError,),
         r"stream cannot be set when using native HSDP.*but got 'side'",
         r"leave it out",
-        "15",
+        "COM-09",
         native=ValueError,
     ),
     Misuse(
@@ -241,7 +234,7 @@ COMM_ROWS = [
         (ValueError,),
         r'expected backend to be "NCCL", but got \'NVSHMEM\'',
         r'"NCCL"',
-        "15",
+        "COM-12",
     ),
 ]
 
@@ -252,7 +245,7 @@ SYMMETRIC_MEMORY_ROW = Misuse(
     (CapabilityError, NotImplementedError, RuntimeError),
     r"backend 'torch' lacks the capability 'symmetric memory'.*but got .*'gloo'",
     r"drop the call",
-    "15",
+    "COM-12",
     native=RuntimeError,
 )
 
@@ -264,7 +257,7 @@ METHOD_ROWS = [
             (ValueError,),
             rf"reshard_after_forward should be a bool, but got {value!r}",
             r"an int goes to fully_shard",
-            "3",
+            "RSF-14",
             native=ValueError,
         )
         for name, value in [("int", 2), ("string", "True"), ("none", None)]
@@ -276,7 +269,7 @@ METHOD_ROWS = [
             (error,),
             rf"max_input_buffers must be .*, but got {value!r}",
             advice,
-            "11",
+            "COM-14",
             native=error,
         )
         for name, value, error, advice in [
@@ -291,7 +284,7 @@ METHOD_ROWS = [
         (RuntimeError,),
         r"reset_iter_state must be called on the root FSDP module, but got '0'",
         r"call it on the module whose forward was run",
-        "13",
+        "REC-06",
         native=RuntimeError,
     ),
     Misuse(
@@ -300,7 +293,7 @@ METHOD_ROWS = [
         (ValueError,),
         r"but got <class '.*HSDPLinear'>, which does not have a method 'generate'",
         r"define it",
-        "A72",
+        "ENT-02",
         native=ValueError,
     ),
     Misuse(
@@ -309,7 +302,7 @@ METHOD_ROWS = [
         (ValueError,),
         r"but got <class '.*HSDPLinear'>, which does not have a method 'training'",
         r"define it",
-        "A72",
+        "ENT-02",
     ),
     Misuse(
         "share-comm-ctx-plain-module",
@@ -317,7 +310,7 @@ METHOD_ROWS = [
         (ValueError,),
         r"Expects list of FSDPModules but got <class '.*Linear'>",
         r"wrap it with fully_shard first",
-        "A88",
+        "COM-16",
         native=ValueError,
     ),
 ]

@@ -110,7 +110,6 @@ ROWS = [
         (TypeError,),
         r"mesh_info.*but got DeviceMesh",
         r"FSDPMeshInfo\(",
-        "4",
     ),
     Misuse(
         "placement-result-with-a-replicated-mesh",
@@ -118,7 +117,6 @@ ROWS = [
         (TypeError,),
         r"mesh_info.*but got DDPMeshInfo",
         r"FSDPMeshInfo\(",
-        "4",
     ),
     Misuse(
         "dims-axis-as-a-number",
@@ -126,7 +124,6 @@ ROWS = [
         (TypeError,),
         r"shard.*but got 0",
         r"names?",
-        "3",
         native=TypeError,
     ),
     Misuse(
@@ -135,7 +132,6 @@ ROWS = [
         (ValueError,),
         r"'weight'.*but got .*DeviceMesh",
         r"one mesh",
-        "3",
     ),
     Misuse(
         "unit-of-native-below",
@@ -143,7 +139,6 @@ ROWS = [
         (ValueError,),
         r"but got FSDPLinear",
         r"hpcompat",
-        "2",
     ),
     *(
         Misuse(
@@ -152,7 +147,6 @@ ROWS = [
             (TypeError,),
             rf"{name} to be a bool, but got 'no'",
             r"a bool",
-            "12",
         )
         for name in ("cast_forward_inputs", "apply_grad_on_fp32_main_grad")
     ),
@@ -162,7 +156,6 @@ ROWS = [
         (TypeError,),
         r"expected recurse to be a bool, but got 'no'",
         r"a bool",
-        "1",
     ),
     Misuse(
         "custom-comm-class",
@@ -170,7 +163,6 @@ ROWS = [
         (TypeError,),
         r"set_custom_all_gather expects an object.*but got <class",
         r"an object",
-        "15",
     ),
     *(
         Misuse(
@@ -179,7 +171,7 @@ ROWS = [
             (TypeError,),
             rf"list of FSDPModules.*but got HSDP{kind}",
             r"a list",
-            "A88",
+            "COM-16",
         )
         for name, make, kind in [
             ("one-module", wrapped, "Linear"),
@@ -192,7 +184,6 @@ ROWS = [
         (TypeError,),
         r"state_dict.*but got",
         r"dict",
-        "16",
         native=TypeError,
     ),
     Misuse(
@@ -201,7 +192,7 @@ ROWS = [
         (ValueError, RuntimeError),
         r"'weight'.*but got \(3, 4\)",
         r"global shape",
-        "16",
+        "SDT-07",
         native=RuntimeError,
     ),
     Misuse(
@@ -210,7 +201,6 @@ ROWS = [
         (ValueError,),
         r"expected SGD to hold sharded parameters, but got 2",
         r"reshard",
-        "A11",
     ),
     Misuse(
         "optimizer-with-stale-parameters-added-later",
@@ -218,7 +208,7 @@ ROWS = [
         (ValueError,),
         r"expected SGD to hold sharded parameters, but got 1",
         r"Create the optimizer after wrapping",
-        "A11",
+        "OPT-08",
     ),
     Misuse(
         "parameter-replaced-after-a-step",
@@ -226,7 +216,6 @@ ROWS = [
         (TypeError,),
         r"expected parameter 'weight' to stay a DTensor, but got Parameter",
         r"load_state_dict",
-        "5",
     ),
     Misuse(
         "buffer-on-meta-at-forward",
@@ -234,7 +223,7 @@ ROWS = [
         (RuntimeError,),
         r"but got .*running_mean",
         r"to_empty",
-        "A95",
+        "SDT-10",
     ),
     Misuse(
         "gradient-sparse",
@@ -242,7 +231,6 @@ ROWS = [
         (NotImplementedError,),
         r"but got a sparse gradient for 'weight'",
         r"sparse=False",
-        "11",
         native=NotImplementedError,
     ),
     *(
@@ -252,7 +240,7 @@ ROWS = [
             (TypeError,),
             r"expected the output of unit '' \(HSDPReturns\) .*but got a .*that hides tensors",
             r"Return the tensors",
-            "A71",
+            "FWD-02",
         )
         for name, form in [
             ("a-closure", lambda result: lambda: result),

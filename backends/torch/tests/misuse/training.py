@@ -1,4 +1,4 @@
-"""Mistakes in forward, backward, the optimizer step and loading (clauses 8, 11, 12 and 16)."""
+"""Mistakes in forward, backward, the optimizer step and loading."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ ROWS = [
         (TypeError,),
         HIDES.format(module="ReturnsBox", owner="Box"),
         r"Return the tensors, or make Box a dataclass",
-        "A71",
+        "FWD-02",
         world_size=2,
     ),
     Misuse(
@@ -86,7 +86,7 @@ ROWS = [
         (TypeError,),
         HIDES.format(module="ReturnsSet", owner="set"),
         r"in dicts, lists, tuples or dataclasses",
-        "A71",
+        "FWD-02",
     ),
     Misuse(
         "output-holds-itself",
@@ -94,7 +94,6 @@ ROWS = [
         (ValueError,),
         r"but got list over 100 levels deep",
         r"expected a finitely nested input or output",
-        "8",
     ),
     Misuse(
         "input-dataclass-that-cannot-be-rebuilt",
@@ -102,7 +101,6 @@ ROWS = [
         (TypeError,),
         r"expected Parcel to be rebuilt by dataclasses.replace, but got .*unexpected keyword argument 'tensor'",
         r"must allow that",
-        "8",
         native=TypeError,
     ),
     Misuse(
@@ -111,7 +109,6 @@ ROWS = [
         (TypeError,),
         r"expected the gradient of sharded parameter 'weight' to be a DTensor or None, but got Tensor",
         r"a DTensor or None",
-        "11",
         world_size=2,
     ),
     Misuse(
@@ -120,7 +117,7 @@ ROWS = [
         (ValueError,),
         r"expected SGD to hold sharded parameters, but got 2 that fully_shard has replaced \(weight, bias\)",
         r"Create the optimizer after wrapping",
-        "A11",
+        "OPT-08",
         world_size=2,
     ),
     Misuse(
@@ -129,7 +126,7 @@ ROWS = [
         (ValueError,),
         r"the value of 'weight' to have the global shape \(4, 4\) or the local shape \(2, 4\), but got \(3, 4\)",
         r"global shape .* or the local shape",
-        "16",
+        "SDT-07",
         world_size=2,
     ),
 ]

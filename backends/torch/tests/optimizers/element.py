@@ -1,4 +1,4 @@
-"""A gradient of -1.56e-8 at the first step: whether a bfloat16 weight moves is decided by the roundings (A01)."""
+"""A gradient of -1.56e-8 at the first step: whether a bfloat16 weight moves is decided by the roundings (NUM-03)."""
 
 from __future__ import annotations
 

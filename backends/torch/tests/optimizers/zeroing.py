@@ -1,4 +1,4 @@
-"""`zero_grad`: every form of a gradient, through the module or the optimizer (A41)."""
+"""`zero_grad`: every form of a gradient, through the module or the optimizer (OPT-07)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def check(pool: PoolSet, combo: Combo, function: str = "check_training", **kwarg
 def test_divide_factor_is_the_same_on_every_mesh(
     pool: PoolSet, world: int, mesh: str, factor: int, policy: str
 ) -> None:
-    """A27, A28: the sum over all ranks, divided by the factor, on FSDP and HSDP alike; gloo cannot premultiply."""
+    """The sum over all ranks, divided by the factor, on FSDP and HSDP alike (RED-03); gloo cannot premultiply."""
     combo = Combo("mlp", world, mesh, policy=policy, options=(f"factor={factor}",))
     assert min(check(pool, combo, divisor=factor)) == 3 * 8
 
@@ -81,14 +81,14 @@ def test_replicated_parameters(pool: PoolSet, world: int, mesh: str, policy: str
 
 @pytest.mark.parametrize(("world", "mesh"), [(1, "fsdp"), (2, "fsdp"), (4, "hsdp")])
 def test_mixed_dtypes_in_one_unit(pool: PoolSet, world: int, mesh: str) -> None:
-    """A64: fp32 norms and bf16 linear layers. Native raises at the first forward."""
+    """Fp32 norms and bf16 linear layers (MPR-09). Native raises at the first forward: pytorch/pytorch#156784."""
     for accumulation in (1, 4):
         check(pool, Combo("mixed-dtypes", world, mesh, accumulation=accumulation), tolerance=2e-2)
 
 
 @pytest.mark.parametrize(("world", "mesh"), [(1, "fsdp"), (2, "fsdp"), (4, "hsdp")])
 def test_ignored_parameters_with_foreach_and_clipping(pool: PoolSet, world: int, mesh: str) -> None:
-    """A02: torch's foreach functions refuse a mixture of kinds, so the optimizer gets one group of each."""
+    """Torch's foreach functions refuse a mixture of kinds (pytorch/pytorch#183207): it steps by groups."""
     check(pool, Combo("mlp", world, mesh), "check_ignored")
 
 
