@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-# ``owner/name#12``, as the sources of clauses cite public reports.
+# ``owner/name#number``, as the sources of clauses cite public reports.
 REPORT = re.compile(r"\b([\w.-]+/[\w.-]+)#(\d+)")
 # Up to the folder that holds packages: where that lies is of no interest to a reader.
 INSTALLED = re.compile(r'(?<=File ")[^"\n]*/(?:site-packages|conformance|backends/\w+|lib/python[\d.]+)/(?=\w)')

@@ -1,6 +1,6 @@
 """Writes the scheduler's events, the collectives, losses and gradients of some ways to train, on either framework.
 
-    hpcompat launch -n 2 --backend torch|mindspore backends/mindspore/tests/schedules.py OUT.json
+    hpcompat launch -n 2 --backend torch|mindspore backends/mindspore/tests/parity/schedules.py OUT.json
 
 The two files must have the same events and collectives. The model is the same, as are its weights and the data.
 """
