@@ -91,7 +91,7 @@ def fully_shard(
         modules,
         WrapOptions(
             label="FSDP",
-            prefix="HSDP",
+            prefix="FSDP",
             mixin=HSDPModule,
             mesh_info=info,
             reshard_after_forward=reshard_after_forward,

@@ -219,7 +219,9 @@ class Backend(Protocol):
     """One framework. Found by the entry point group ``hpcompat.backends``."""
 
     name: str
+    # What comes between HSDPModule, or ReplicateModule, and the user's class.
     module_mixin: type
+    replicate_mixin: type
 
     # Rooms that the scheduler does not enter: the backend's modules of the same names.
     distributed: Distributed

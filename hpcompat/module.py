@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Real
@@ -34,7 +35,9 @@ class UnshardHandle:
 
 
 class HSDPModule(Recovery):
-    """Mixed into the class of a module by ``fully_shard`` as ``HSDP<Original>`` (FSDP2 ``FSDPModule``).
+    """Mixed into the class of a module by ``fully_shard`` as ``FSDP<Original>`` (FSDP2 ``FSDPModule``).
+
+    On torch the class is also a subclass of torch's own ``FSDPModule``, none of whose methods it runs.
 
     Methods with ``recurse`` act on every unit at or below the module by default; the others on the module's unit alone.
     """
@@ -48,6 +51,19 @@ class HSDPModule(Recovery):
             f"FSDP does not support deepcopy, but got a deepcopy of {type(self).__name__}. Please use state dict for "
             "serialization, or copy the module before wrapping it; for an averaged copy (EMA), wrap a second model and "
             "update its parameters in place"
+        )
+
+    def __copy__(self) -> Any:
+        # As copy.copy does for any object, which asks __reduce_ex__ where there is no __copy__.
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise pickle.PicklingError(
+            f"expected a state dict to save, but got a pickled {type(self).__name__}: shards, process groups and hooks "
+            "belong to this process. Save model.state_dict() of every rank, or the whole tensors that "
+            "hpcompat.full_tensor gives, and load them into a newly wrapped model"
         )
 
     # Parameters
@@ -342,7 +358,7 @@ class ReplicateModule(HSDPModule):
 
 
 def _original_index(cls: type) -> int:
-    """Position of the user's class in ``HSDP<Original>``'s MRO: after it, the framework mixin and ours."""
+    """Position of the user's class in ``FSDP<Original>``'s MRO: after it, the framework mixin and ours."""
     bases = cls.__bases__
     return cls.__mro__.index(bases[-1])
 

@@ -83,9 +83,10 @@ def wrap(backend: Backend, modules: tuple[Any, ...], options: WrapOptions) -> Un
             )
         )
     backend.install_hooks(unit)
+    backend_mixin = backend.module_mixin if options.label == "FSDP" else backend.replicate_mixin
     for module in modules:
         module.__dict__[UNIT_KEY] = unit
-        module.__class__ = _mixed_class(type(module), options.prefix, options.mixin, backend.module_mixin)
+        module.__class__ = _mixed_class(type(module), options.prefix, options.mixin, backend_mixin)
     return unit
 
 
@@ -323,7 +324,7 @@ _mixed_classes: dict[tuple[type, str], type] = {}
 
 
 def _mixed_class(original: type, prefix: str, mixin: type, backend_mixin: type) -> type:
-    """``HSDP<Original>`` with bases (mixin, the backend's mixin, Original), made once per original class."""
+    """``FSDP<Original>`` with bases (mixin, the backend's mixin, Original), made once per original class."""
     key = (original, prefix)
     if key not in _mixed_classes:
         _mixed_classes[key] = type(f"{prefix}{original.__name__}", (mixin, backend_mixin, original), {})

@@ -335,7 +335,7 @@ def _refuse() -> None:
 
 def test_the_class_is_the_original_one_and_more() -> None:
     model = hpcompat.fully_shard(ref.Linear(4, 4))
-    assert type(model).__name__ == "HSDPLinear"
+    assert type(model).__name__ == "FSDPLinear"
     assert isinstance(model, ref.Linear)
     assert isinstance(model, hpcompat.FSDPModule)
     assert type(hpcompat.fully_shard(ref.Linear(2, 2))) is type(model)

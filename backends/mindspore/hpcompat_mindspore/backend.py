@@ -43,7 +43,7 @@ class MindSporeBackend:
     """Implements :class:`hpcompat.backend.Backend`."""
 
     name = "mindspore"
-    module_mixin = hooks.MindSporeModuleMixin
+    module_mixin = replicate_mixin = hooks.MindSporeModuleMixin
     distributed = distributed
     training = training
     checkpoint = checkpoint

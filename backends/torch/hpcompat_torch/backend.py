@@ -19,9 +19,11 @@ from hpcompat.core.agreement import Notes
 from hpcompat.core.unit import Unit
 from hpcompat.errors import CapabilityError
 from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo
+from hpcompat.module import HSDPModule
 from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
-from hpcompat_torch import checkpoint, collectives, distributed, hooks, mesh, notes, optim, training
+from hpcompat_torch import checkpoint, collectives, distributed, hooks, mesh, native_view, notes, optim, training
 from hpcompat_torch.group import GroupTensors as TorchGroupTensors
+from hpcompat_torch.native_view import NativeModule
 from hpcompat_torch.param import uid_of
 from hpcompat_torch.streams import streams_of
 
@@ -31,6 +33,7 @@ class TorchBackend:
 
     name = "torch"
     module_mixin = hooks.TorchModuleMixin
+    replicate_mixin = hooks.TorchReplicateMixin
     distributed = distributed
     training = training
     checkpoint = checkpoint
@@ -180,6 +183,7 @@ class TorchBackend:
 
     def install_hooks(self, unit: Unit) -> None:
         hooks.install(unit)
+        native_view.register(unit, is_replicated=unit.label == "Replicate")
 
     def before_forward(
         self, unit: Unit, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -194,13 +198,10 @@ class TorchBackend:
 
 
 def _refuse_native_units(modules: Sequence[nn.Module]) -> None:
-    """A unit of torch's own FSDP2 below ours would be sharded twice. By name: torch.distributed.fsdp is not
-    imported.
-    """
+    """A unit of torch's own FSDP2 below ours would be sharded twice."""
     for root in modules:
         for module in root.modules():
-            bases = type(module).__mro__
-            if any(base.__name__ == "FSDPModule" and base.__module__.startswith("torch.") for base in bases):
+            if isinstance(module, NativeModule) and not isinstance(module, HSDPModule):
                 raise ValueError(
                     f"expected only units of hpcompat below {type(root).__name__}, but got {type(module).__name__}, "
                     "which torch.distributed.fsdp has wrapped; import fully_shard from hpcompat everywhere"

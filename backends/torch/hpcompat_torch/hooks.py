@@ -25,6 +25,8 @@ from hpcompat.core.outputs import check_hidden_tensors
 from hpcompat.core.states import ForwardEntry
 from hpcompat.core.unit import unit_of
 from hpcompat.errors import StateDictError
+from hpcompat.module import HSDPModule
+from hpcompat_torch.native_view import NativeModule, NativeReplicateModule, StateView, refuse_unknown_methods, state_of
 from hpcompat_torch.param import ShardedParam, clear_gradient
 from hpcompat_torch.streams import has_streams
 from hpcompat_torch.tensors import cast_floating
@@ -214,16 +216,20 @@ def queue_final_callback(callback: Callable[[], None]) -> None:
 # Module methods
 
 
-class TorchModuleMixin:
+class TorchModuleMixin(NativeModule):  # type: ignore[misc, valid-type]
     """What a wrapped ``nn.Module`` does differently; stands between ``HSDPModule`` and the original class."""
+
+    def _get_fsdp_state(self) -> StateView:
+        return state_of(self)  # type: ignore[arg-type]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         unit = unit_of(self)
         if unit is None:
-            return super()._apply(fn, recurse)  # type: ignore[misc]
+            return super(NativeModule, self)._apply(fn, recurse)  # type: ignore[misc]
         for group in unit.groups:
             group.to_sharded()
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        # Past torch's own FSDPModule, which would look for a state of its own.
+        result = super(NativeModule, self)._apply(fn, recurse)  # type: ignore[misc]
         for group in unit.groups:
             group.tensors.rebind(flatten=True)  # type: ignore[attr-defined]
         return result
@@ -268,6 +274,13 @@ class TorchModuleMixin:
             loaded = _WithMetadata(loaded)
             loaded._metadata = state_dict._metadata  # type: ignore[attr-defined]
         return super().load_state_dict(loaded, strict=strict, assign=assign)  # type: ignore[misc]
+
+
+refuse_unknown_methods(TorchModuleMixin, ours=HSDPModule)
+
+
+class TorchReplicateMixin(TorchModuleMixin, NativeReplicateModule):  # type: ignore[misc, valid-type]
+    """:class:`TorchModuleMixin` for a module of ``replicate``."""
 
 
 class _WithMetadata(dict[str, Any]):

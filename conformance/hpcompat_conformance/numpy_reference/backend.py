@@ -42,7 +42,7 @@ class NumpyBackend:
     """Implements :class:`hpcompat.backend.Backend`. ``device_streams`` stand in for those of an accelerator."""
 
     name = "numpy"
-    module_mixin = ModuleMixin
+    module_mixin = replicate_mixin = ModuleMixin
     distributed = Ranks()
 
     def __init__(self, device_streams: Streams | None = None) -> None:

@@ -37,7 +37,7 @@ def class_is_named_after_the_original() -> None:
     first, second, plain = Head(WIDTH, 2), Head(WIDTH, 2), Head(WIDTH, 2)
     assert shard(first) is first
     shard(second)
-    assert type(first).__name__ == "HSDPHead"
+    assert type(first).__name__ == "FSDPHead"
     assert type(first) is type(second)
     assert isinstance(first, HSDPModule)
     assert isinstance(first, FSDPModule)
@@ -49,7 +49,7 @@ def class_is_named_after_the_original() -> None:
 def lists_keep_their_type_and_each_member_is_wrapped() -> None:
     layers = [Head(WIDTH, 2), nn.Linear(WIDTH, 2)]
     assert shard(layers) is layers
-    assert [type(layer).__name__ for layer in layers] == ["HSDPHead", "HSDPLinear"]
+    assert [type(layer).__name__ for layer in layers] == ["FSDPHead", "FSDPLinear"]
 
 
 @behaviour()
@@ -59,7 +59,7 @@ def slices_of_a_wrapped_sequential_are_plain() -> None:
     start = model[:2]
     assert type(start) is nn.Sequential
     assert not isinstance(start, HSDPModule)
-    assert type(start[0]).__name__ == "HSDPLinear"
+    assert type(start[0]).__name__ == "FSDPLinear"
     assert type(model) is not nn.Sequential
     assert torch.equal(start(batch()), mlp()[:2](batch()))
 

@@ -90,7 +90,7 @@ def hidden_tensors_are_refused(form: str) -> None:
     """By name, before backward can go wrong; and the model can be used again at once."""
     model = returning(HIDING[form])
     owner = form if form in ("set", "deque") else "Box"
-    with pytest.raises(TypeError, match=rf"HSDPReturns.*but got a {owner} that hides tensors"):
+    with pytest.raises(TypeError, match=rf"FSDPReturns.*but got a {owner} that hides tensors"):
         model(batch())
     model.reset_iter_state()
     model[1].form = lambda result: result
@@ -103,7 +103,7 @@ def hidden_tensors_beside_the_output_warn(is_root: bool) -> None:
     """A cache of what was computed does no harm as long as the gradients come through the output."""
     model = returning(lambda result: (result, Box([result * 2])))
     model = model if is_root else shard(nn.Sequential(model, Pick()))
-    with pytest.warns(UserWarning, match=r"\(HSDP\w+\) has a Box that hides tensors beside those that it shows"):
+    with pytest.warns(UserWarning, match=r"\(FSDP\w+\) has a Box that hides tensors beside those that it shows"):
         output = model(batch())
     output = output[0] if is_root else output
     (output * torch.arange(1, output.numel() + 1).view_as(output)).sum().backward()
@@ -135,7 +135,7 @@ def only_view_outputs_warn(is_view: bool) -> None:
     texts = [str(warning.message) for warning in caught if "is a view" in str(warning.message)]
     assert bool(texts) == is_view, texts
     # The root passes the view on, so it warns as well.
-    assert ["HSDPReturns" in text for text in texts] == [True, False][: len(texts)], texts
+    assert ["FSDPReturns" in text for text in texts] == [True, False][: len(texts)], texts
     assert all("output.clone()" in text for text in texts), texts
     assert_same_bits(gradients(model), true_gradients(plain()))
 

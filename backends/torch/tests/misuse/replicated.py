@@ -77,7 +77,7 @@ MODULE_ROWS = [
         "replicate-over-fully-shard",
         lambda api: api.replicate(api.fully_shard(linear())),
         (RuntimeError,),
-        r"but got HSDPLinear, already managed by `fully_shard`",
+        r"but got FSDPLinear, already managed by `fully_shard`",
         r"wrap it with one of the two",
         "RPL-05",
         native=RuntimeError,

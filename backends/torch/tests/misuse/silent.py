@@ -169,7 +169,7 @@ ROWS = [
             f"share-comm-ctx-{name}",
             lambda api, make=make: api.share_comm_ctx(make(api)),
             (TypeError,),
-            rf"list of FSDPModules.*but got HSDP{kind}",
+            rf"list of FSDPModules.*but got FSDP{kind}",
             r"a list",
             "COM-16",
         )
@@ -238,7 +238,7 @@ ROWS = [
             f"output-hides-tensors-in-{name}",
             _returns(form),
             (TypeError,),
-            r"expected the output of unit '' \(HSDPReturns\) .*but got a .*that hides tensors",
+            r"expected the output of unit '' \(FSDPReturns\) .*but got a .*that hides tensors",
             r"Return the tensors",
             "FWD-02",
         )

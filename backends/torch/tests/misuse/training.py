@@ -68,7 +68,7 @@ def _load_wrong_shape(api: Any) -> None:
     wrapped(api).load_state_dict({"weight": torch.ones(3, 4), "bias": torch.ones(4)})
 
 
-HIDES = r"expected the output of unit '' \(HSDP{module}\) .*, but got a {owner} that hides tensors"
+HIDES = r"expected the output of unit '' \(FSDP{module}\) .*, but got a {owner} that hides tensors"
 
 ROWS = [
     Misuse(

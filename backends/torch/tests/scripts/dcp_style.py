@@ -139,7 +139,7 @@ def main():
     ]
     if dist.get_rank() == 0:
         shutil.rmtree(folders[0])
-        print("MODEL", type(model).__name__, flush=True)
+        print("MODEL", f"{type(model).__module__}.{type(model).__name__}", flush=True)
         print("RESULT", repr(result), flush=True)
     leave()
 

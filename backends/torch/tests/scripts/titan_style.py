@@ -146,7 +146,7 @@ def train(*, mesh, reshard_policy):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
     history = [train_step(model, optimizer, scheduler, step=step, num_microbatches=3) for step in range(5)]
-    return history, digest(model, optimizer), type(model).__name__
+    return history, digest(model, optimizer), f"{type(model).__module__}.{type(model).__name__}"
 
 
 def digest(model, optimizer):

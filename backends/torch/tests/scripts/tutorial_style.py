@@ -151,7 +151,7 @@ def main():
     twin_further = train(twin, twin_optimizer, steps=range(5, 8))
     result = (first, further, twin_further, same_start, digest(model, optimizer), digest(twin, twin_optimizer))
     if dist.get_rank() == 0:
-        print("MODEL", type(model).__name__, flush=True)
+        print("MODEL", f"{type(model).__module__}.{type(model).__name__}", flush=True)
         print("RESULT", repr(result), flush=True)
     leave()
 
