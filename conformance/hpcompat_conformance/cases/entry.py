@@ -235,3 +235,17 @@ def prefetch_lists_of_strangers(ctx: Context) -> None:
     for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
         with check_raises(ValueError, containing="FSDPModule"):
             setter([ctx.framework.child(model, "layers.1")])
+
+
+@case("ENT-15", procs=(1, 2), reports=("huggingface/transformers#40750",))
+def the_class_of_a_wrapped_module(ctx: Context) -> None:
+    models = [ctx.model(RECIPE) for _ in range(3)]
+    original = type(models[0])
+    for model in models[:2]:
+        ctx.shard(model)
+    wrapped = type(models[0])
+    check_equal(wrapped.__name__, f"FSDP{original.__name__}", what="name of the class")
+    check(wrapped is type(models[1]), "expected one class for all wrapped modules of a class")
+    check(issubclass(wrapped, ctx.api.FSDPModule), "expected a subclass of FSDPModule")
+    check(issubclass(wrapped, original), "expected a subclass of the original class")
+    check(type(models[2]) is original, "expected a module that was not wrapped to keep its class")

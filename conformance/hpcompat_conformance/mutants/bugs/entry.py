@@ -161,3 +161,13 @@ def the_input_gets_no_gradient(plant: Plant) -> None:
         return (tuple(getattr(arg, "detach", lambda arg=arg: arg)() for arg in args) if is_root else args), kwargs
 
     plant.around("hpcompat_torch.hooks:before_forward", detached)
+
+
+@mutant("ENT-15")
+def classes_of_another_name(plant: Plant) -> None:
+    """Wrapped classes have a prefix that consumers, who strip FSDP, do not know."""
+
+    def renamed(original: Any, module_class: type, prefix: str, *mixins: type) -> type:
+        return original(module_class, "HSDP", *mixins)
+
+    plant.around("hpcompat.core.wrap:_mixed_class", renamed)
