@@ -176,7 +176,7 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
         return
     if not callable(getattr(module, method_name, None)):
         raise ValueError(
-            f"expected a method to gather around, but got {type(module)}, which does not have a method "
+            f"{type(module)} does not have a method {method_name}: expected one to gather around, but got "
             f"{method_name!r}; define it first"
         )
     unit = module._unit()
@@ -268,7 +268,8 @@ def _replicate_info(impl: Backend, mesh: Any, dims: DataParallelMeshDims | None)
     validate_mesh(mesh, dims)
     if dims.shard_names:
         raise ValueError(
-            f"replicate with dp_mesh_dims requires replicate axes only, but got {dims}; use fully_shard for sharding"
+            "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims), but got "
+            f"{dims}; use fully_shard() for sharding"
         )
     info = mesh_info_for(impl, mesh, dims)
     assert isinstance(info, DDPMeshInfo)

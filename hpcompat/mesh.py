@@ -36,12 +36,21 @@ class DataParallelMeshDims:
     Args:
         shard: axis name, or names that are flattened into one, over which parameters are sharded.
         replicate: axis name or names over which they are replicated. One of the two is required.
+
+    Raises:
+        ValueError: neither is given.
+        TypeError: something else than names.
     """
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError(
+                "At least one of shard or replicate must be set in DataParallelMeshDims, but got neither; name the "
+                "axes of the mesh that are data parallel"
+            )
         for role, names in (("shard", self.shard), ("replicate", self.replicate)):
             members = names if isinstance(names, tuple) else (names,)
             if names is not None and not all(isinstance(name, str) for name in members):
@@ -168,8 +177,8 @@ def _validate_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
     for name in named:
         if name not in mesh.mesh_dim_names:
             raise ValueError(
-                f"expected dp_mesh_dims to name axes of the mesh, but got {name!r}, not found in mesh.mesh_dim_names "
-                f"{mesh.mesh_dim_names}"
+                f"Mesh dim name {name!r} not found in mesh.mesh_dim_names {mesh.mesh_dim_names}: expected dp_mesh_dims "
+                f"to name axes of the mesh, but got {dims}"
             )
     if len(set(named)) != len(named):
         raise ValueError(f"expected every mesh axis once in dp_mesh_dims, but got {dims}")

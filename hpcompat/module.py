@@ -48,9 +48,9 @@ class HSDPModule(Recovery):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UserError(
-            f"FSDP does not support deepcopy, but got a deepcopy of {type(self).__name__}. Please use state dict for "
-            "serialization, or copy the module before wrapping it; for an averaged copy (EMA), wrap a second model and "
-            "update its parameters in place"
+            "FSDP does not support deepcopy. Please use state dict for serialization. Expected a module that is not "
+            f"wrapped, but got a deepcopy of {type(self).__name__}: copy the module before wrapping it; for an "
+            "averaged copy (EMA), wrap a second model and update its parameters in place"
         )
 
     def __copy__(self) -> Any:
@@ -217,8 +217,8 @@ class HSDPModule(Recovery):
                 info = group.mesh_info
                 if not isinstance(info, FSDPMeshInfo):
                     raise UserError(
-                        f"expected a sharded mesh for a separate reduce-scatter group, but got {info}: it has no "
-                        "reduce-scatter"
+                        f"Expected mesh_info to be FSDPMeshInfo, but got {info}: it has no reduce-scatter; leave the "
+                        "call out"
                     )
                 if not enable:
                     info.reduce_scatter_process_group = None
@@ -335,7 +335,16 @@ class HSDPModule(Recovery):
         unit = self._unit()
         for group in unit.groups:
             if group.has_custom_comm:
-                raise UserError("expected default communication objects, but got a custom one; choose one of the two")
+                call = "set_symm_mem" if kind == "symm_mem" else "set_allocate_memory_from_process_group"
+                kind_of_comm: str
+                comm: object
+                kind_of_comm, comm = "all gather", group.all_gather_comm
+                if comm is None:
+                    kind_of_comm, comm = "reduce scatter", group.reduce_scatter_comm
+                raise UserError(
+                    f"cannot call {call}() when {kind_of_comm} comm is custom: expected the default one, but got "
+                    f"{comm!r}; choose one of the two"
+                )
             if kind is None or not isinstance(group.mesh_info, FSDPMeshInfo):
                 group.all_gather_comm = group.reduce_scatter_comm = None
                 continue
@@ -351,6 +360,10 @@ class ReplicateModule(HSDPModule):
     """
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        if not isinstance(reshard_after_forward, bool):
+            raise UserError(
+                f"reshard_after_forward should be a bool, but got {reshard_after_forward!r}; leave the call out"
+            )
         raise UserError(
             f"expected a sharded module to set reshard_after_forward={reshard_after_forward!r} on, but got "
             f"{type(self).__name__}, which keeps its parameters whole; leave the call out"

@@ -92,9 +92,9 @@ def _collect_units(root: Unit, unit_of: Callable[[Any], Unit | None]) -> list[Un
         if unit not in units:
             if unit is not root and unit.is_root is not None:
                 raise RuntimeError(
-                    f"expected one root per tree, but got a forward of {root.fqn!r} after one of {name!r}: "
-                    f"{root.label} state has already been lazily initialized for {name!r}; run forward through the "
-                    "root module first"
+                    f"{root.label} state has already been lazily initialized for {name}: expected one root per tree, "
+                    f"but got a forward of {root.fqn!r} after one of {name!r}; run forward through the root module "
+                    "first"
                 )
             unit.fqn = name
             units.append(unit)
@@ -132,8 +132,8 @@ def _check_single_owner(units: list[Unit]) -> None:
             for uid, name in zip(group.tensors.uids, group.tensors.names, strict=True):
                 if uid in seen:
                     raise ValueError(
-                        f"expected every parameter in one unit, but got {name!r}, which is shared with a parameter "
-                        f"already managed by another FSDP group ({seen[uid]!r}). Put the modules that share it into "
-                        "one unit: fully_shard([module_a, module_b])"
+                        f"Parameter {name!r} is shared with a parameter already managed by another FSDP group: "
+                        f"expected every parameter in one unit, but got it as {seen[uid]!r} too. Put the modules that "
+                        "share it into one unit: fully_shard([module_a, module_b])"
                     )
                 seen[uid] = name

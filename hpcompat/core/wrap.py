@@ -109,12 +109,12 @@ def _check_module(backend: Backend, module: Any, label: str) -> None:
             # The classes are FSDP2's.
             kind = RuntimeError if label == "Replicate" else UserError
             raise kind(
-                f"{_call_of(label)} expects a module that no other call manages, but got {type(module).__name__}, "
-                f"already managed by `{_call_of(unit.label)}`; wrap it with one of the two"
+                f"Cannot apply `{_call_of(label)}()` on a Module already managed by `{_call_of(unit.label)}`, but got "
+                f"{type(module).__name__}; wrap it with one of the two"
             )
         raise UserError(
-            f"{_call_of(label)} can only be applied to a module once, but got {type(module).__name__}, which already "
-            "has it; wrap bottom-up, each module in one call"
+            f"Each distinct composable distributed API can only be applied to a module once. {_call_of(label)} expects "
+            f"modules that have no unit yet, but got {type(module).__name__}; wrap bottom-up, each module in one call"
         )
     if backend.is_bare_container(module):
         raise ValueError(
@@ -275,7 +275,8 @@ def _resolve_placement(parameter: Any, options: WrapOptions) -> tuple[DataParall
     if is_shard(result):
         return options.mesh_info, result
     raise ValueError(
-        f"Invalid shard_placement_fn result: expected None, a Shard or a ShardPlacementResult, but got {result!r}"
+        f"Invalid shard_placement_fn result: {result}. Expected None, a Shard or a ShardPlacementResult, but got "
+        f"{result!r}"
     )
 
 

@@ -129,7 +129,6 @@ NAMED = ("pp", "dp_replicate", "dp_shard")
 @pytest.mark.parametrize(
     ("names", "dims", "message"),
     [
-        (NAMED, DataParallelMeshDims(), "At least one of shard or replicate must be set"),
         (NAMED, DataParallelMeshDims(shard=()), "At least one of shard or replicate must be set"),
         (None, DataParallelMeshDims(shard="dp_shard"), "must have mesh_dim_names"),
         (NAMED, DataParallelMeshDims(shard="shard"), "'shard',? not found in mesh.mesh_dim_names"),
@@ -143,6 +142,11 @@ def test_dims_that_the_mesh_does_not_have_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         validate_mesh(mesh(2, 2, 2, names=names), dims)
+
+
+def test_dims_of_no_axis_are_refused() -> None:
+    with pytest.raises(ValueError, match="At least one of shard or replicate must be set in DataParallelMeshDims"):
+        DataParallelMeshDims()
 
 
 @pytest.mark.parametrize(

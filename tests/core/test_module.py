@@ -259,7 +259,7 @@ def test_one_object_for_several_groups_is_refused(name: str) -> None:
 def test_a_separate_reduce_scatter_group_needs_shards() -> None:
     model = ref.Linear(4, 4)
     hpcompat.fully_shard(model, replicate_params={model.weight})
-    with pytest.raises(UserError, match="expected a sharded mesh"):
+    with pytest.raises(UserError, match="Expected mesh_info to be FSDPMeshInfo"):
         model.set_separate_reduce_scatter_group()
 
 

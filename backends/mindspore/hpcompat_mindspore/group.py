@@ -117,8 +117,9 @@ class GroupTensors:
         on_meta = [param.name for param in self.params if param.is_meta]
         if on_meta:
             raise RuntimeError(
-                "FSDP parameters should be materialized from meta device before training, but got parameters on it: "
-                f"{on_meta}; call module.to_empty(device=...) and initialize them, or load a state dict"
+                "FSDP parameters should be materialized from meta device before training, but the following were still "
+                f"on meta device: {on_meta}. Expected values for them, but got none: call module.to_empty(device=...) "
+                "and initialize them, or load a state dict"
             )
         self.rebind()
         self._fix_dtypes()

@@ -169,7 +169,7 @@ class MindSporeModuleMixin:
             StateDictError: it has neither shape.
         """
         if not isinstance(state_dict, Mapping):
-            raise TypeError(f"expected state_dict to be a dict of names and values, but got {state_dict!r}")
+            raise TypeError(f"Expected state_dict to be dict-like, names and values, but got {state_dict!r}")
         units = _units_below(self)
         for unit in units:
             for group in unit.groups:

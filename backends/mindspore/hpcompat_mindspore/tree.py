@@ -72,8 +72,8 @@ def _map_dataclass(fn: TensorFn, value: Any, depth: int) -> Any:
         return dataclasses.replace(value, **changes)
     except TypeError as error:
         raise TypeError(
-            f"expected {type(value).__name__} to be rebuilt by dataclasses.replace, but got {error}; dataclasses that "
-            "go in or out of a wrapped module must allow that"
+            f"Failed to reconstruct dataclass {type(value).__name__} via dataclasses.replace(). Expected dataclasses "
+            f"that go in or out of a wrapped module to allow that, but got {error}"
         ) from error
 
 

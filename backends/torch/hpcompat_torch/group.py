@@ -138,9 +138,9 @@ class GroupTensors:
         on_meta = [param.name for param in self.params if param.local_shard.is_meta]
         if on_meta:
             raise RuntimeError(
-                "FSDP parameters should be materialized from meta device before training, but got parameters on it: "
-                f"{on_meta}; call module.to_empty(device=...) and initialize them, or load a state dict with "
-                "assign=True"
+                "FSDP parameters should be materialized from meta device before training, but the following were still "
+                f"on meta device: {on_meta}. Expected values for them, but got none: call module.to_empty(device=...) "
+                "and initialize them, or load a state dict with assign=True"
             )
         if self._offloads:
             elsewhere = [
@@ -150,8 +150,9 @@ class GroupTensors:
             ]
             if elsewhere:
                 raise RuntimeError(
-                    "FSDP parameters should be materialized on CPU when enabling CPU offloading, but got "
-                    f"{elsewhere}; load a CPU state dict or call module.to_empty(device='cpu')"
+                    "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a "
+                    'CPU state dict or call module.to_empty(device="cpu"). Found following parameters on non-CPU '
+                    f"device: {elsewhere}"
                 )
         self._fix_dtypes()
 

@@ -253,7 +253,7 @@ class TorchModuleMixin(NativeModule):  # type: ignore[misc, valid-type]
             StateDictError: a plain tensor has neither shape.
         """
         if not isinstance(state_dict, Mapping):
-            raise TypeError(f"expected state_dict to be a dict of names and values, but got {state_dict!r}")
+            raise TypeError(f"Expected state_dict to be dict-like, names and values, but got {state_dict!r}")
         owners = {
             param.sharded_param: param
             for unit in _units_below(self)

@@ -142,7 +142,7 @@ def _spmd_spec(spec: DTensorSpec, name: str, info: DataParallelMeshInfo, shard_d
     mesh, dims = spec.mesh, info.dp_mesh_dims
     if mesh is not info.spmd_mesh:
         raise ValueError(
-            f"Expected the mesh of parameter {name!r} to be the same mesh passed to fully_shard, but got {mesh} "
+            f"Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got {mesh} for {name!r} "
             f"instead of {info.spmd_mesh}; distribute the parameters on that very mesh"
         )
     assert dims is not None
@@ -152,8 +152,9 @@ def _spmd_spec(spec: DTensorSpec, name: str, info: DataParallelMeshInfo, shard_d
     replicate_axes = [axis_of[axis_name] for axis_name in dims.replicate_names]
     for axis in shard_axes + replicate_axes:
         if not isinstance(spec.placements[axis], Replicate):
+            role = "shard" if axis in shard_axes else "replicate"
             raise ValueError(
-                f"Expected Replicate() on DP axis {mesh.mesh_dim_names[axis]!r} of parameter {name!r}, but got "
+                f"Expected Replicate() on DP {role} dim {mesh.mesh_dim_names[axis]!r} of parameter {name!r}, but got "
                 f"{spec.placements[axis]}; leave it whole there: fully_shard shards it"
             )
     placements = list(spec.placements)

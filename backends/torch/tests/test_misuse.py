@@ -52,6 +52,46 @@ def test_native_raises_a_class_that_ours_is_too(row: Misuse, pool: PoolSet) -> N
     assert [raised is not None and raised.is_a(row.native) for raised in by_rank] == [True] * row.world_size, by_rank
 
 
+# Where native fails by accident, in Python's words or those of an operator, or by a limit that is not its own.
+ACCIDENTS = {
+    "fully-shard-over-replicate",
+    "dims-axis-as-a-number",
+    "gradient-sparse",
+    "ignored-params-string",
+    "offload-pinned-without-accelerator",
+    "placement-fn-not-callable",
+    "set_modules_to_backward_prefetch-none",
+    "set_modules_to_backward_prefetch-one-module",
+    "set_modules_to_forward_prefetch-none",
+    "set_modules_to_forward_prefetch-one-module",
+    "shard-dim-too-small",
+    "symmetric-memory-on-gloo",
+    # Says fully_shard where replicate was called; from "doesn't support scalar parameters" on ours is the same.
+    "replicate-scalar",
+    # nn.Module's own words, which begin with the class name.
+    "load-state-dict-wrong-shape-as-torch",
+}
+# Ours knows the type of the module by another path.
+CLASS_PATH = re.compile(r"<class '[\w.]+'>")
+NUM_WORDS = 4
+
+
+@pytest.mark.parametrize("row", [row for row in NATIVE_ROWS if row.id not in ACCIDENTS], ids=lambda row: row.id)
+def test_begins_with_the_words_of_native(row: Misuse, pool: PoolSet) -> None:
+    """People match on them."""
+    ours, native = (raised_by(row, api=api, pool=pool)[0] for api in (OURS, NATIVE))
+    assert ours is not None
+    assert native is not None
+    begins = [
+        re.split(r"[\s,.:;]+", CLASS_PATH.sub("", raised.message).strip())[:NUM_WORDS] for raised in (ours, native)
+    ]
+    assert begins[1] in (begins[0], [""]), (ours.message, native.message)
+
+
+def test_accidents_of_native_are_rows() -> None:
+    assert {row.id for row in NATIVE_ROWS} >= ACCIDENTS
+
+
 def test_rows_are_told_apart() -> None:
     assert len(BY_ID) == len(ROWS)
     assert len(ROWS) >= 40
