@@ -170,6 +170,10 @@ class GroupTensors(Protocol):
         """Whether autograd has left gradients since they were last taken, stashed or accumulated."""
         ...
 
+    def watch_gradients(self, note: Callable[[], None]) -> None:
+        """From now on call ``note`` whenever autograd gives one of the whole parameters a gradient. Asked for often."""
+        ...
+
     def accumulate_gradients(self) -> None:
         """Add new gradients to those kept from earlier backwards, where there are any."""
         ...

@@ -12,6 +12,7 @@ from hpcompat.core import events, failure
 from hpcompat.core.states import TrainingState
 
 if TYPE_CHECKING:
+    from hpcompat.core.param_group import ParamGroup
     from hpcompat.core.unit import Unit
 
 
@@ -24,6 +25,8 @@ class Iteration:
         # First unit entered in the running forward; it may be below the root, as when an encoder is evaluated alone.
         self.forward_root: Unit | None = None
         self.final_callback_queued = False
+        # Groups that the explicit forward prefetch has gathered in the running forward.
+        self.prefetched: list[ParamGroup] = []
         self.is_last_backward = True
         self.post_optim_event: Any = None
 
@@ -32,7 +35,8 @@ class Iteration:
         if events.listeners:
             events.emit("final_callback", "", TrainingState.POST_BACKWARD, source=self.units[0] if self.units else None)
         self.final_callback_queued = False
-        self.forward_root = None
+        if self.forward_root is not None and not self.forward_root.is_running:
+            self.forward_root = None
         for unit in self.units:
             unit.end_backward()
         if self.units:
@@ -49,6 +53,7 @@ class Iteration:
         for unit in self.units:
             unit.reset_iter_state()
         self.forward_root = None
+        self.prefetched.clear()
         self.final_callback_queued = False
 
 

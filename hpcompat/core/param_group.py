@@ -39,7 +39,6 @@ class ParamGroup:
         backend: Backend,
         mesh_info: DataParallelMeshInfo,
         post_forward_mesh_info: FSDPMeshInfo | None,
-        num_modules: int,
     ) -> None:
         self.tensors = tensors
         self.mesh_info = mesh_info
@@ -76,9 +75,9 @@ class ParamGroup:
 
         self.backend = backend
         self._agreement = Agreement(self, backend)
-        self._num_modules = num_modules
         self._plans: dict[bool, DividePlan] = {}
         self._is_prepared = False
+        self._late_queued = False
         self._gather: Gather | None = None
         # The slice kept after forward is written on the current stream and read on the gather streams.
         self._post_forward_event: Any = None
@@ -183,6 +182,8 @@ class ParamGroup:
         self.tensors.to_unsharded()
         self.sharded_state = ShardedState.UNSHARDED
         self._gather = None
+        if self.training_state is TrainingState.IDLE:
+            self._watch_gradients()
         if events.observers:
             events.observe("unsharded", self)
         if not ctx.has_streams:
@@ -203,6 +204,11 @@ class ParamGroup:
                 self._to_sharded_post_forward(target)
                 return
         self.to_sharded()
+
+    def _watch_gradients(self) -> None:
+        """Whole parameters that are within reach outside of forward and backward may be computed with there."""
+        if self.sharded_state is ShardedState.UNSHARDED:
+            self.tensors.watch_gradients(self.note_gradient)
 
     def to_sharded(self) -> None:
         if self.sharded_state is not ShardedState.SHARDED:
@@ -244,6 +250,7 @@ class ParamGroup:
             self.post_forward_indices.append(len(order))
             order.append(self)
         self.training_state = TrainingState.IDLE
+        self._watch_gradients()
 
     def pre_backward(self) -> bool:
         """Gather for backward. False if this backward has already done it."""
@@ -258,18 +265,38 @@ class ParamGroup:
         """Free the parameters and reduce what gradients there are; does nothing harmful if there are none."""
         if events.listeners:
             events.emit("post_backward", self.fqn, self.training_state, source=self)
-        ran_in_part = self._num_modules > 1 and self.training_state is TrainingState.FORWARD
+        if self.training_state is TrainingState.FORWARD:
+            self.unit.leave_forward()  # never parts from its groups
         self.training_state = TrainingState.POST_BACKWARD
+        self._reduce_gradients(reshard=self.reshard_after_backward)
+
+    def reduce_new_gradients(self) -> None:
+        """Reduce gradients that came outside of the group's own backward; the parameters stay as they are."""
+        self._late_queued = False
+        if self.tensors.has_new_gradients():
+            self._reduce_gradients(reshard=False)
+            self.comm_ctx.finish()
+
+    def note_gradient(self) -> None:
+        """Autograd has given a whole parameter a gradient. Whoever holds whole parameters may compute with them, also
+        outside of the group's own backward, where nothing else would reduce the gradient before the next one.
+        """
+        is_expected = self.training_state in (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
+        if not is_expected and not self._late_queued:
+            self._late_queued = True
+            self.backend.queue_final_callback(self.reduce_new_gradients)
+
+    def _reduce_gradients(self, *, reshard: bool) -> None:
         tensors = self.tensors
         tensors.accumulate_gradients()
         if not self.reduce_grads:
-            if self.reshard_after_backward:
+            if reshard:
                 self.reshard()
             # After the reshard: the cast copy need not coexist with the parameters.
             tensors.stash_gradients()
             return
         buckets = tensors.take_gradients(fill_unused=self.reduce_scatter_unused_params)
-        if self.reshard_after_backward:
+        if reshard:
             self.reshard()
         # The last group of a unit goes first in backward; the unit's other groups then overlap with its reduction.
         if self.index == self.num_groups - 1:
@@ -277,9 +304,6 @@ class ParamGroup:
         pledge = self._agreement.before_reduction(tensors.missing_gradients(buckets))
         for bucket in buckets:
             self._reduce(bucket, pledge)
-        if ran_in_part and buckets:
-            # Members of a module list that run one by one reduce one by one into the same gradients.
-            self.comm_ctx.finish()
 
     def end_backward(self) -> None:
         """Run post-backward if autograd has not, or again for gradients that came after it. Such are those of a unit
@@ -292,6 +316,7 @@ class ParamGroup:
         elif self.reshard_after_backward:
             self.reshard()
         self.training_state = TrainingState.IDLE
+        self._watch_gradients()
 
     def reduce_zeros(self, missing: tuple[str, ...]) -> None:
         """Take part, for nothing, in a reduction of all gradients but these."""
@@ -390,6 +415,7 @@ class ParamGroup:
             self._post_forward_event = None
         self.tensors.wait_for_offload()
         self.tensors.drop_gradients()
+        self._late_queued = False
         self.post_forward_indices.clear()
         self.training_state = TrainingState.IDLE
         # Even if the state says so already: the exception may have come between a registration and its record.

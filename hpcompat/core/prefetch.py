@@ -30,6 +30,7 @@ def prefetch_forward(units: Iterable[Unit]) -> None:
     for unit in units:
         for group in unit.groups:
             prefetch(group, TrainingState.FORWARD)
+            unit.iteration.prefetched.append(group)
 
 
 def prefetch_backward(units: Iterable[Unit]) -> None:

@@ -57,30 +57,27 @@ SHARDED_TRANSITIONS: frozenset[tuple[ShardedState, ShardedState]] = frozenset(
 
 _S = TrainingState
 
-# A unit. FORWARD to PRE_BACKWARD: a module list whose forward stayed incomplete.
+# A unit.
 UNIT_TRANSITIONS: frozenset[tuple[TrainingState, TrainingState]] = frozenset(
     {
         (_S.IDLE, _S.FORWARD),
         (_S.FORWARD, _S.IDLE),
         (_S.IDLE, _S.PRE_BACKWARD),
-        (_S.FORWARD, _S.PRE_BACKWARD),
         (_S.PRE_BACKWARD, _S.IDLE),
     }
 )
 
 # A param group. Without an output gradient it goes to POST_BACKWARD straight from IDLE, in the final callback, or from
-# FORWARD, when a module list ran in part; a module called several times comes back from POST_BACKWARD.
+# FORWARD, when a module list ran in part; a module called several times comes back from POST_BACKWARD to PRE_BACKWARD.
 GROUP_TRANSITIONS: frozenset[tuple[TrainingState, TrainingState]] = frozenset(
     {
         (_S.IDLE, _S.FORWARD),
         (_S.FORWARD, _S.IDLE),
         (_S.IDLE, _S.PRE_BACKWARD),
-        (_S.FORWARD, _S.PRE_BACKWARD),
         (_S.PRE_BACKWARD, _S.POST_BACKWARD),
         (_S.IDLE, _S.POST_BACKWARD),
         (_S.FORWARD, _S.POST_BACKWARD),
         (_S.POST_BACKWARD, _S.PRE_BACKWARD),
-        (_S.POST_BACKWARD, _S.FORWARD),
         (_S.POST_BACKWARD, _S.IDLE),
     }
 )

@@ -1,5 +1,13 @@
 """A unit: the module or modules of one ``fully_shard`` call, and what happens around their forward and backward.
 
+[Note: passes of a list]
+The modules of a list are gathered for a pass: from the first of them that runs until all have run, or until the forward
+of the root ends. A member that is called by itself, outside of any forward of a root, opens a pass that may never be
+completed: a loss in chunks calls the head alone, each time with a backward of its own. So a pass also ends when its
+backward does (``ParamGroup.post_backward``) and when another root's forward begins; where nothing is recorded it ends
+with the call. Each member's output gathers for backward, since a member may run inside another, or again after the
+gradients of an earlier call have freed the parameters.
+
 The backend's hooks call the four methods ``pre_forward``, ``post_forward``, ``pre_backward`` and
 ``ParamGroup.post_backward``.
 """
@@ -55,8 +63,13 @@ class Unit:
         self.comm_ctx = CommContext()
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
-        # Members of a module list that have not run in this pass, by position.
+        # Members of a module list that have not run in this pass, by position, and how many are running: a member may
+        # run inside another.
         self._to_run: set[int] = set()
+        self._num_running = 0
+        self._end_of_pass_queued = False
+        # The root whose forward ended while the pass was open.
+        self._completed_by: Unit | None = None
 
     def add_group(self, group: ParamGroup) -> None:
         group.unit = self
@@ -71,9 +84,9 @@ class Unit:
             group.comm_ctx = comm_ctx
 
     @property
-    def ran_in_part(self) -> bool:
-        """Whether some but not all members of a module list have run in this pass."""
-        return bool(self._to_run)
+    def is_running(self) -> bool:
+        """Whether the forward of one of the modules is under way."""
+        return self.training_state is TrainingState.FORWARD and (len(self.modules) == 1 or self._num_running > 0)
 
     # Forward
 
@@ -86,53 +99,71 @@ class Unit:
             return ForwardEntry.RECOMPUTE
         is_first = self.training_state is not TrainingState.FORWARD
         # Before any state changes: a refused lazy init must be met again by the next forward.
-        is_root = is_first and self._enter_root()
-        if len(self.modules) > 1 and not self._to_run:
-            self._to_run.update(range(len(self.modules)))
+        is_root = self._enter_root()
+        if len(self.modules) > 1:
+            if is_first:
+                self._to_run.update(range(len(self.modules)))
+            self._num_running += 1
         self.training_state = TrainingState.FORWARD
         for group in self.groups:
             group.pre_forward()
         if not is_first:
-            return ForwardEntry.AGAIN
+            return ForwardEntry.AGAIN  # [Note: passes of a list]
         if self.forward_prefetch:
             prefetch.prefetch_forward(self.forward_prefetch)
         return ForwardEntry.ROOT if is_root else ForwardEntry.FIRST
 
-    def post_forward(self, index: int = 0, *, in_backward: bool) -> tuple[Unit, ...]:
-        """After forward of member ``index``.
+    def post_forward(self, index: int = 0, *, in_backward: bool, records: bool = True) -> tuple[Unit, ...]:
+        """After forward of member ``index``. ``records`` says whether there may be a backward.
 
-        Returns the units that this output completes: each needs its pre-backward hook on the output.
+        Returns the units whose pre-backward hook belongs on the output: this one, and those that it completes.
         """
         if self.training_state is TrainingState.PRE_BACKWARD:
             return ()
+        is_forward_root = self.iteration.forward_root is self
+        is_complete = True
         if len(self.modules) > 1:
-            if index not in self._to_run:
-                return ()
-            self._to_run.remove(index)
-            if self._to_run:
-                return ()
-        self._complete_forward(in_backward=in_backward)
-        if self.iteration.forward_root is not self:
+            self._to_run.discard(index)
+            self._num_running = max(0, self._num_running - 1)
+            is_complete = not self._num_running and (not self._to_run or (is_forward_root and not records))
+        if is_complete:
+            self._complete_forward(in_backward=in_backward)
+        if not is_forward_root or self._num_running:
             return (self,)
-        completed = (self, *self._complete_partial_units(in_backward=in_backward))
         self.comm_ctx.release_held_gather()
         self.iteration.forward_root = None
-        return completed
+        self._drop_unused_prefetches()
+        return (self, *self._complete_open_units(in_backward=in_backward))
 
     def _complete_forward(self, *, in_backward: bool) -> None:
         for group in self.groups:
             group.post_forward(in_backward=in_backward)
-        self._to_run.clear()
-        self.training_state = TrainingState.IDLE
+        self.leave_forward()
         if events.listeners:
             events.emit("post_forward", self.fqn, self.training_state, source=self)
 
-    def _complete_partial_units(self, *, in_backward: bool) -> list[Unit]:
-        # Deepest first, as forward would have unwound them.
-        partial = [unit for unit in reversed(self.iteration.units) if unit is not self and unit.ran_in_part]
-        for unit in partial:
+    def leave_forward(self) -> None:
+        """The pass is over, whether or not all modules have run. [Note: passes of a list]"""
+        self._to_run.clear()
+        self._num_running = 0
+        self.training_state = TrainingState.IDLE
+
+    def _complete_open_units(self, *, in_backward: bool) -> list[Unit]:
+        """Units of the tree that have not run in whole, or whose forward has raised: deepest first, as forward would
+        have unwound them.
+        """
+        units = reversed(self.iteration.units)
+        open_units = [unit for unit in units if unit is not self and unit.training_state is TrainingState.FORWARD]
+        for unit in open_units:
             unit._complete_forward(in_backward=in_backward)
-        return partial
+            unit._completed_by = self
+        return open_units
+
+    def _drop_unused_prefetches(self) -> None:
+        """What was gathered ahead for this forward is not for the next one: the weights may be others by then."""
+        prefetched, self.iteration.prefetched = self.iteration.prefetched, []
+        for group in prefetched:
+            group.drop_gather()
 
     def _ensure_unsharded(self) -> None:
         # With several forwards before one backward, an earlier post-backward may have resharded.
@@ -149,6 +180,8 @@ class Unit:
         if iteration.forward_root is not None:
             return False
         iteration.forward_root = self
+        if len(self.modules) == 1:
+            self._complete_open_units(in_backward=False)  # [Note: passes of a list]
         ctx = self.comm_ctx
         if iteration.post_optim_event is not None:
             ctx.make_gathers_wait(iteration.post_optim_event)
@@ -160,9 +193,18 @@ class Unit:
     # Backward
 
     def pre_backward(self) -> None:
-        """At the first gradient of an output: gather again, and prefetch what backward needs next (SCH-02)."""
+        """At a gradient of an output: gather again, and prefetch what backward needs next (SCH-02)."""
+        if len(self.modules) > 1 and self._is_in_backward:
+            return  # by the output of another member
+        if self.training_state is not TrainingState.FORWARD and self._completed_by is not None:
+            # The output of a member may be the root's own: gathers keep the order of the modules.
+            completer, self._completed_by = self._completed_by, None
+            completer.pre_backward()
         if events.listeners:
             events.emit("pre_backward", self.fqn, self.training_state, source=self)
+        if self.training_state is TrainingState.FORWARD:
+            self._end_pass_with_backward()
+            return
         self.training_state = TrainingState.PRE_BACKWARD
         iteration = self.iteration
         if not iteration.final_callback_queued:
@@ -174,16 +216,40 @@ class Unit:
         if self.backward_prefetch:
             prefetch.prefetch_backward(self.backward_prefetch)
 
+    @property
+    def _is_in_backward(self) -> bool:
+        state = TrainingState.PRE_BACKWARD
+        return self.training_state is state and all(group.training_state is state for group in self.groups)
+
+    def _end_pass_with_backward(self) -> None:
+        """The backward of a member whose pass is open has begun: its parameters are there, and the backward of the rest
+        of the tree is still to come. [Note: passes of a list]
+        """
+        if not self._end_of_pass_queued:
+            self._end_of_pass_queued = True
+            self.backend.queue_final_callback(self._end_pass)
+
+    def _end_pass(self) -> None:
+        self._end_of_pass_queued = False
+        if not self.iteration.final_callback_queued:  # which ends this unit with the others
+            self.end_backward()
+            self.comm_ctx.finish()
+
     def end_backward(self) -> None:
         """From the final callback: run post-backward where autograd did not, and become idle."""
-        self._to_run.clear()
+        if self.is_running:  # backward was called inside of this forward
+            for group in reversed(self.groups):
+                group.reduce_new_gradients()
+            return
+        self.leave_forward()
+        self._completed_by = None
         for group in reversed(self.groups):
             group.end_backward()
-        self.training_state = TrainingState.IDLE
 
     def reset_iter_state(self) -> None:
-        self._to_run.clear()
-        self.training_state = TrainingState.IDLE
+        self.leave_forward()
+        self._end_of_pass_queued = False
+        self._completed_by = None
         for group in self.groups:
             group.reset_iter_state()
         if events.observers:

@@ -79,7 +79,6 @@ def wrap(backend: Backend, modules: tuple[Any, ...], options: WrapOptions) -> Un
                 backend=backend,
                 mesh_info=spec.mesh_info,
                 post_forward_mesh_info=spec.post_forward_mesh_info,
-                num_modules=len(modules),
             )
         )
     backend.install_hooks(unit)

@@ -137,6 +137,7 @@ def test_the_root_completes_a_list_that_ran_in_part() -> None:
         + """
         pre_backward root
         pre_backward b+c, unshard b+c, wait_for_unshard b+c, prefetch a, unshard a
+        pre_backward root
         post_backward b+c, reshard b+c, reduce b+c
         pre_backward a, wait_for_unshard a
         post_backward a, reshard a, reduce a
@@ -152,9 +153,10 @@ def test_a_member_called_apart_reduces_apart() -> None:
         FORWARD_IN_PART
         + """
         pre_forward b+c, unshard b+c, wait_for_unshard b+c
-        post_backward b+c, reshard b+c, reduce b+c
+        pre_backward b+c, post_backward b+c, reshard b+c, reduce b+c
         pre_backward root
         pre_backward b+c, unshard b+c, wait_for_unshard b+c, prefetch a, unshard a
+        pre_backward root
         post_backward b+c, reshard b+c, reduce b+c
         pre_backward a, wait_for_unshard a
         post_backward a, reshard a, reduce a

@@ -62,6 +62,8 @@ def _capture(param: ShardedParam, grad: Tensor) -> Tensor:
         param.deliver(param.memory.read(grad).reshape(-1))
     else:
         param.new_grad = grad
+        if param.owner is not None:
+            param.owner.note_gradient()
     autograd.queue_final_callback(lambda: _settle(param), is_last=True)
     return returned
 

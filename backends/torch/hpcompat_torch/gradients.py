@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +37,18 @@ Buckets = dict[tuple[torch.dtype, torch.dtype], GradientBucket]
 
 def has_new(params: Sequence[ShardedParam]) -> bool:
     return any(param.unsharded_param is not None and param.unsharded_param.grad is not None for param in params)
+
+
+_WATCHED = "_hpcompat_watched"
+
+
+def watch(params: Sequence[ShardedParam], note: Callable[[], None]) -> None:
+    """Call ``note`` whenever autograd has given an unsharded parameter a gradient."""
+    for param in params:
+        unsharded = param.unsharded_param
+        if unsharded is not None and unsharded.requires_grad and not hasattr(unsharded, _WATCHED):
+            setattr(unsharded, _WATCHED, True)
+            unsharded.register_post_accumulate_grad_hook(lambda _: note())
 
 
 def accumulate(params: Sequence[ShardedParam]) -> None:

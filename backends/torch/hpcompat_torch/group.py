@@ -11,7 +11,7 @@ memory, and its group copies in from then on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -191,7 +191,7 @@ class GroupTensors:
         sizes = [self._unsharded_numel(param) * param.param_dtype.itemsize for param in self.params]
         self._starts, end = offsets(sizes, alignment=t.ALIGNMENT_BYTES)
         self._storage_bytes = align_up(end, t.ALIGNMENT_BYTES)
-        with torch.inference_mode(False):
+        with t.outside_transforms():
             self._storage = t.new_storage(self._storage_bytes, device=self._device)
             for param, start in zip(self.params, self._starts, strict=True):
                 data = self._view(param, start, param.layout.shape)
@@ -217,7 +217,7 @@ class GroupTensors:
         """Where the columns of the gathered buffer go, each ``[world_size, elements per rank]``; made once."""
         key = (source, world_size)
         if key not in self._out:
-            with torch.inference_mode(False):
+            with t.outside_transforms():
                 self._out[key] = [
                     self._view(param, start, (world_size, self._piece_numel(param, source, world_size)))
                     for param, start in zip(self.params, self._starts, strict=True)
@@ -361,6 +361,9 @@ class GroupTensors:
 
     def has_new_gradients(self) -> bool:
         return gradients.has_new(self.params)
+
+    def watch_gradients(self, note: Callable[[], None]) -> None:
+        gradients.watch(self.params, note)
 
     def accumulate_gradients(self) -> None:
         gradients.accumulate(self.params)

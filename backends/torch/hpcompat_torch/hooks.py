@@ -104,8 +104,9 @@ def before_forward(unit: Unit, index: int, args: Args, kwargs: Kwargs) -> tuple[
 
 def after_forward(unit: Unit, index: int, output: Any) -> Any:
     in_backward = torch._C._current_graph_task_id() != -1
-    completed = unit.post_forward(index, in_backward=in_backward)
-    with_hooks = bool(completed) and torch.is_grad_enabled()
+    records = torch.is_grad_enabled()
+    completed = unit.post_forward(index, in_backward=in_backward, records=records)
+    with_hooks = bool(completed) and records
     for done in completed:
         if with_hooks:
             output = _attach_pre_backward(done, output)
@@ -134,6 +135,8 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        for grad in grads:
+            _gather_for_double_backward(ctx.group.unit, grad)
         ctx.group.post_backward()
         return (None, *grads)
 
@@ -151,8 +154,19 @@ def _attach_post_backward(group: ParamGroup, args: Args, kwargs: Kwargs) -> tupl
 
 def _with_post_backward(group: ParamGroup, tensor: torch.Tensor) -> torch.Tensor:
     viewed = tensor.view_as(tensor)
-    viewed.register_hook(lambda grad: group.post_backward())
+
+    def post_backward(grad: torch.Tensor) -> None:
+        _gather_for_double_backward(group.unit, grad)
+        group.post_backward()
+
+    viewed.register_hook(post_backward)
     return viewed
+
+
+def _gather_for_double_backward(unit: Unit, grad: torch.Tensor) -> None:
+    """Under ``create_graph=True`` a backward through a unit's backward comes in at the gradients of its inputs."""
+    if grad is not None and grad.requires_grad:
+        grad.register_hook(lambda _: unit.pre_backward())
 
 
 class _PreBackward(torch.autograd.Function):

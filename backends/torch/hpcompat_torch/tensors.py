@@ -10,12 +10,22 @@ counters alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 # Kernels may pick another path, with other rounding, for less aligned memory: as aligned as a fresh allocation.
 ALIGNMENT_BYTES = 64
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """What is made here outlives the inference mode or the transform of ``torch.func`` that runs: it is a tensor of
+    neither.
+    """
+    with torch.inference_mode(False), torch._C._DisableFuncTorch():
+        yield
 
 
 def new_storage(num_bytes: int, *, device: torch.device) -> torch.UntypedStorage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,11 @@ class GroupTensors:
 
     def has_new_gradients(self) -> bool:
         return any(param.has_new_gradient for param in self.params)
+
+    def watch_gradients(self, note: Callable[[], None]) -> None:
+        for param in self.params:
+            if param.unsharded is not None and note not in param.unsharded.hooks:
+                param.unsharded.hooks.append(note)
 
     def accumulate_gradients(self) -> None:
         for param in self.params:

@@ -47,8 +47,9 @@ def watch_inputs(group: ParamGroup, inputs: Inputs) -> Inputs:
 
 
 def after_forward(unit: Unit, index: int, output: Any) -> Any:
-    for completed in unit.post_forward(index, in_backward=tape.in_backward()):
-        for value in values_with_grad(output) if tape.grad_enabled() else []:
+    records = tape.grad_enabled()
+    for completed in unit.post_forward(index, in_backward=tape.in_backward(), records=records):
+        for value in values_with_grad(output) if records else []:
             value.hooks.append(completed.pre_backward)
     dtype = unit.mp_policy.output_dtype
     return output if dtype is None else map_values(partial(cast, dtype=dtype), output)

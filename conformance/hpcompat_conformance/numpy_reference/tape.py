@@ -22,7 +22,9 @@ Gradients = Sequence[Array | None]
 
 
 class Value:
-    """An array on the tape. ``hooks`` run once its gradient is complete, before the node that made it."""
+    """An array on the tape. ``hooks`` run once its gradient is complete, before the node that made it; those of a leaf
+    whenever it gets a gradient.
+    """
 
     def __init__(self, data: Array, *, requires_grad: bool = False, node: Node | None = None) -> None:
         self.data = data
@@ -110,6 +112,8 @@ def backward(root: Value, gradient: Array | None = None) -> None:
                     continue
                 if value.node is None:
                     value.grad = grad if value.grad is None else value.grad + grad
+                    for hook in value.hooks:
+                        hook()
                     continue
                 pending[value] = pending[value] + grad if value in pending else grad
                 if value.node not in seen:
