@@ -185,8 +185,8 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
 
     @functools.wraps(original)
     def with_hooks(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = unit.backend.before_forward(unit, index, args, kwargs)
-        return unit.backend.after_forward(unit, index, original(*args, **kwargs))
+        args, kwargs = unit.backend.around_forward.before(unit, index, args, kwargs)
+        return unit.backend.around_forward.after(unit, index, original(*args, **kwargs))
 
     setattr(module, method_name, with_hooks)
 

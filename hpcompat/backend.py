@@ -17,6 +17,7 @@ from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshIn
 
 if TYPE_CHECKING:
     from hpcompat.core.agreement import Notes, Pledge
+    from hpcompat.core.around import AroundForward
     from hpcompat.core.param_group import ParamGroup
     from hpcompat.core.unit import Unit
     from hpcompat.distributed import Distributed
@@ -232,6 +233,7 @@ class Backend(Protocol):
     training: Training
     checkpoint: Checkpoint
     optim: Optim
+    around_forward: AroundForward
 
     def owns(self, value: object) -> bool:
         """Whether ``value`` is a module, a tensor, a mesh or an optimizer of the framework."""
@@ -307,11 +309,4 @@ class Backend(Protocol):
         ...
 
     def install_hooks(self, unit: Unit) -> None: ...
-    def before_forward(
-        self, unit: Unit, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the forward pre-hook does, for methods other than forward; likewise ``after_forward``."""
-        ...
-
-    def after_forward(self, unit: Unit, index: int, output: Any) -> Any: ...
     def queue_final_callback(self, callback: Callable[[], None]) -> None: ...

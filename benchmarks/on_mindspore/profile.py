@@ -21,8 +21,8 @@ _BACKEND = "hpcompat_mindspore"
 _TENSORS = f"{_BACKEND}.group:GroupTensors"
 
 PARTS: tuple[tuple[str, str], ...] = (
-    ("pre-forward", f"{_BACKEND}.hooks:before_forward"),
-    ("post-forward", f"{_BACKEND}.hooks:after_forward"),
+    ("pre-forward", "hpcompat.core.around:AroundForward.before"),
+    ("post-forward", "hpcompat.core.around:AroundForward.after"),
     ("pre-backward", "hpcompat.core.unit:Unit.pre_backward"),
     ("post-backward", "hpcompat.core.param_group:ParamGroup.post_backward"),
     ("final callback", "hpcompat.core.iteration:Iteration.final_callback"),

@@ -42,8 +42,8 @@ HOOKS: dict[str, tuple[tuple[str, str], ...]] = {
         *_COLLECTIVES,
     ),
     "hpcompat": (
-        ("pre-forward", "hpcompat_torch.hooks:before_forward"),
-        ("post-forward", "hpcompat_torch.hooks:after_forward"),
+        ("pre-forward", "hpcompat.core.around:AroundForward.before"),
+        ("post-forward", "hpcompat.core.around:AroundForward.after"),
         ("pre-backward", "hpcompat.core.unit:Unit.pre_backward"),
         ("post-backward", f"{_OUR_GROUP}.post_backward"),
         ("final callback", "hpcompat.core.iteration:Iteration.final_callback"),

@@ -20,6 +20,7 @@ from hpcompat.core import events, prefetch
 from hpcompat.core.comm_ctx import CommContext
 from hpcompat.core.iteration import Iteration, init_root
 from hpcompat.core.states import ForwardEntry, TrainingState
+from hpcompat.core.tree import Lent, give_back
 
 if TYPE_CHECKING:
     from hpcompat.backend import Backend
@@ -68,6 +69,8 @@ class Unit:
         self._to_run: set[int] = set()
         self._num_running = 0
         self._end_of_pass_queued = False
+        # By running module: tensors in the caller's containers for which others stand in.
+        self.loans: list[list[Lent]] = []
         # The root whose forward ended while the pass was open.
         self._completed_by: Unit | None = None
 
@@ -147,6 +150,11 @@ class Unit:
         self._to_run.clear()
         self._num_running = 0
         self.training_state = TrainingState.IDLE
+
+    def return_loans(self) -> None:
+        """Put back the caller's tensors that forwards which raised have left."""
+        while self.loans:
+            give_back(self.loans.pop())
 
     def _complete_open_units(self, *, in_backward: bool) -> list[Unit]:
         """Units of the tree that have not run in whole, or whose forward has raised: deepest first, as forward would
@@ -250,6 +258,7 @@ class Unit:
         self.leave_forward()
         self._end_of_pass_queued = False
         self._completed_by = None
+        self.return_loans()
         for group in self.groups:
             group.reset_iter_state()
         if events.observers:

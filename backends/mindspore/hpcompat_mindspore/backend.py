@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import mindspore
 import numpy as np
@@ -48,6 +47,7 @@ class MindSporeBackend:
     training = training
     checkpoint = checkpoint
     optim = optim
+    around_forward = hooks.AROUND
 
     def owns(self, value: object) -> bool:
         return isinstance(value, nn.Cell | Tensor | mesh.DeviceMesh) or optim.is_optimizer(value)
@@ -185,14 +185,6 @@ class MindSporeBackend:
 
     def install_hooks(self, unit: Unit) -> None:
         hooks.install(unit)
-
-    def before_forward(
-        self, unit: Unit, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return hooks.before_forward(unit, index, args, kwargs)
-
-    def after_forward(self, unit: Unit, index: int, output: Any) -> Any:
-        return hooks.after_forward(unit, index, output)
 
     def queue_final_callback(self, callback: Callable[[], None]) -> None:
         autograd.queue_final_callback(callback)

@@ -9,36 +9,33 @@ so all gradients of the group are there by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mindspore
 from mindspore import Tensor, nn
 
-from hpcompat.core.outputs import check_hidden_tensors
-from hpcompat.core.states import ForwardEntry
+from hpcompat.core.around import Args, AroundForward, Kwargs
+from hpcompat.core.tree import TensorTree
 from hpcompat.core.unit import unit_of
 from hpcompat.errors import StateDictError
 from hpcompat_mindspore import autograd, gradients
 from hpcompat_mindspore.param import param_of
 from hpcompat_mindspore.tensors import cast_floating, memory_of
-from hpcompat_mindspore.tree import hidden_tensor_owner, map_tensors, tensors_with_grad
 
 if TYPE_CHECKING:
     from hpcompat.core.param_group import ParamGroup
     from hpcompat.core.unit import Unit
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 def install(unit: Unit) -> None:
     """Hooks on every cell of ``unit``: forward, state dict, load."""
     is_list = len(unit.modules) > 1
     for index, module in enumerate(unit.modules):
-        module.register_forward_pre_hook(_pre_hook(unit, index), prepend=True, with_kwargs=True)
+        before, after = _hooks(unit, index)
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         # In a list, members that raise must not be waited for.
-        module.register_forward_hook(_post_hook(unit, index), prepend=False, always_call=is_list)
+        module.register_forward_hook(after, prepend=False, always_call=is_list)
     for group in unit.groups:
         params = group.tensors.params  # type: ignore[attr-defined]
         for param in params:
@@ -51,18 +48,14 @@ def install(unit: Unit) -> None:
             gradients.make_gradient_own(parameter, memory_of(unit.device))
 
 
-def _pre_hook(unit: Unit, index: int) -> Callable[[nn.Cell, Args, Kwargs], tuple[Args, Kwargs]]:
-    def pre_forward_hook(module: nn.Cell, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        return before_forward(unit, index, args, kwargs)
+def _hooks(unit: Unit, index: int) -> tuple[Callable[..., tuple[Args, Kwargs]], Callable[..., Any]]:
+    def pre_forward_hook(cell: nn.Cell, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        return AROUND.before(unit, index, args, kwargs)
 
-    return pre_forward_hook
+    def post_forward_hook(cell: nn.Cell, args: Any, output: Any) -> Any:
+        return AROUND.after(unit, index, output)
 
-
-def _post_hook(unit: Unit, index: int) -> Callable[[nn.Cell, Any, Any], Any]:
-    def post_forward_hook(module: nn.Cell, args: Any, output: Any) -> Any:
-        return after_forward(unit, index, output)
-
-    return post_forward_hook
+    return pre_forward_hook, post_forward_hook
 
 
 def _reshard_hook(group: ParamGroup) -> Callable[..., None]:
@@ -75,60 +68,37 @@ def _reshard_hook(group: ParamGroup) -> Callable[..., None]:
 # Forward
 
 
-def before_forward(unit: Unit, index: int, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    autograd.resume_recording()
-    entry = unit.pre_forward(index)
-    if entry is ForwardEntry.ROOT:
+class MindSporeAround(AroundForward):
+    """What :mod:`hpcompat.core.around` asks of MindSpore."""
+
+    tree = TensorTree(Tensor, requires_grad=autograd.requires_grad, atoms=(mindspore.Type,), opaque=(nn.Cell,))
+
+    def begin(self, unit: Unit) -> None:
+        autograd.resume_recording()
+
+    def is_recording(self) -> bool:
+        return autograd.is_recording()
+
+    def in_backward(self) -> bool:
+        return autograd.in_backward()
+
+    def cast(self, tensor: Tensor, dtype: Any) -> Tensor:
+        return cast_floating(tensor, dtype)
+
+    def enter_root(self, unit: Unit) -> None:
         autograd.forget_shapes()
-    policy = unit.mp_policy
-    if policy.cast_forward_inputs and policy.param_dtype is not None:
-        dtype = policy.param_dtype
-        args, kwargs = _map_inputs(lambda tensor: cast_floating(tensor, dtype), args, kwargs)
-    if entry in (ForwardEntry.FIRST, ForwardEntry.ROOT) and autograd.is_recording():
-        for group in unit.groups:
-            args, kwargs = _attach_post_backward(group, args, kwargs)
-    return args, kwargs
 
-
-def after_forward(unit: Unit, index: int, output: Any) -> Any:
-    is_root = unit.iteration.forward_root is unit
-    records = autograd.is_recording()
-    completed = unit.post_forward(index, in_backward=autograd.in_backward(), records=records)
-    if is_root and completed:
+    def leave_root(self, unit: Unit) -> None:
         autograd.forget_shapes()
-    with_hooks = bool(completed) and records
-    for done in completed:
-        if with_hooks:
-            _attach_pre_backward(done, output)
-        if done is not unit:
-            output = _cast_output(done, output)
-    return _cast_output(unit, output)
 
+    def watch_inputs(self, group: ParamGroup, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return autograd.watch(tensors, group.post_backward)
 
-def _cast_output(unit: Unit, output: Any) -> Any:
-    dtype = unit.mp_policy.output_dtype
-    return output if dtype is None else map_tensors(lambda tensor: cast_floating(tensor, dtype), output)
-
-
-def _map_inputs(fn: Callable[[Tensor], Tensor], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    # Item by item: args stays a plain tuple even if an item is a tuple subclass.
-    return tuple(map_tensors(fn, arg) for arg in args), {key: map_tensors(fn, value) for key, value in kwargs.items()}
-
-
-def _attach_post_backward(group: ParamGroup, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    inputs = tensors_with_grad((args, kwargs))
-    if not inputs:
-        return args, kwargs
-    outputs = iter(autograd.watch(inputs, group.post_backward))
-    return _map_inputs(lambda tensor: next(outputs) if autograd.requires_grad(tensor) else tensor, args, kwargs)
-
-
-def _attach_pre_backward(unit: Unit, output: Any) -> None:
-    tensors = tensors_with_grad(output)
-    if not isinstance(output, Tensor):
-        check_hidden_tensors(unit, owner=hidden_tensor_owner(output), beside_shown=bool(tensors))
-    for tensor in tensors:
+    def watch_output(self, unit: Unit, tensor: Tensor) -> None:
         tensor.register_hook(lambda grad: unit.pre_backward())
+
+
+AROUND = MindSporeAround()
 
 
 # Cell methods

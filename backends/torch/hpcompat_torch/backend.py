@@ -38,6 +38,7 @@ class TorchBackend:
     training = training
     checkpoint = checkpoint
     optim = optim
+    around_forward = hooks.AROUND
 
     def owns(self, value: object) -> bool:
         return isinstance(value, nn.Module | torch.Tensor | DeviceMesh | torch.optim.Optimizer)
@@ -184,14 +185,6 @@ class TorchBackend:
     def install_hooks(self, unit: Unit) -> None:
         hooks.install(unit)
         native_view.register(unit, is_replicated=unit.label == "Replicate")
-
-    def before_forward(
-        self, unit: Unit, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return hooks.before_forward(unit, index, args, kwargs)
-
-    def after_forward(self, unit: Unit, index: int, output: Any) -> Any:
-        return hooks.after_forward(unit, index, output)
 
     def queue_final_callback(self, callback: Callable[[], None]) -> None:
         hooks.queue_final_callback(callback)

@@ -10,19 +10,19 @@ the post-backward instead.
 
 from __future__ import annotations
 
-import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils.rnn import PackedSequence
 
-from hpcompat.core.outputs import check_hidden_tensors
-from hpcompat.core.states import ForwardEntry
+from hpcompat.core.around import Args, AroundForward, Kwargs
+from hpcompat.core.tree import TensorTree
 from hpcompat.core.unit import unit_of
 from hpcompat.errors import StateDictError
 from hpcompat.module import HSDPModule
@@ -30,7 +30,6 @@ from hpcompat_torch.native_view import NativeModule, NativeReplicateModule, Stat
 from hpcompat_torch.param import ShardedParam, clear_gradient
 from hpcompat_torch.streams import has_streams
 from hpcompat_torch.tensors import cast_floating
-from hpcompat_torch.tree import hidden_tensor_owner, map_tensors, tensors_with_grad
 
 if TYPE_CHECKING:
     from hpcompat.core.param_group import ParamGroup
@@ -38,17 +37,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hpcompat")
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-
 
 def install(unit: Unit) -> None:
     """Hooks on every module of ``unit``: forward, state dict, load."""
     is_list = len(unit.modules) > 1
     for index, module in enumerate(unit.modules):
-        module.register_forward_pre_hook(_pre_hook(unit, index), prepend=True, with_kwargs=True)
+        before, after = _hooks(unit, index)
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         # In a list, members that raise must not be waited for.
-        module.register_forward_hook(_post_hook(unit, index), prepend=False, always_call=is_list)
+        module.register_forward_hook(after, prepend=False, always_call=is_list)
     for group in unit.groups:
         holders = dict.fromkeys(module for param in group.tensors.params for module, _ in param.places)  # type: ignore[attr-defined]
         for module in holders:
@@ -57,18 +54,14 @@ def install(unit: Unit) -> None:
             module.register_load_state_dict_post_hook(_rebind_hook(group))
 
 
-def _pre_hook(unit: Unit, index: int) -> Callable[[nn.Module, Args, Kwargs], tuple[Args, Kwargs]]:
+def _hooks(unit: Unit, index: int) -> tuple[Callable[..., tuple[Args, Kwargs]], Callable[..., Any]]:
     def pre_forward_hook(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        return before_forward(unit, index, args, kwargs)
+        return AROUND.before(unit, index, args, kwargs)
 
-    return pre_forward_hook
-
-
-def _post_hook(unit: Unit, index: int) -> Callable[[nn.Module, Any, Any], Any]:
     def post_forward_hook(module: nn.Module, args: Any, output: Any) -> Any:
-        return after_forward(unit, index, output)
+        return AROUND.after(unit, index, output)
 
-    return post_forward_hook
+    return pre_forward_hook, post_forward_hook
 
 
 def _reshard_hook(group: ParamGroup) -> Callable[..., None]:
@@ -88,43 +81,6 @@ def _rebind_hook(group: ParamGroup) -> Callable[..., None]:
 # Forward
 
 
-def before_forward(unit: Unit, index: int, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    entry = unit.pre_forward(index)
-    if entry is ForwardEntry.ROOT and has_streams(unit.device):
-        args, kwargs = _map_inputs(lambda tensor: tensor.to(unit.device, non_blocking=True), args, kwargs)
-    policy = unit.mp_policy
-    if policy.cast_forward_inputs and policy.param_dtype is not None:
-        dtype = policy.param_dtype
-        args, kwargs = _map_inputs(lambda tensor: cast_floating(tensor, dtype), args, kwargs)
-    if entry in (ForwardEntry.FIRST, ForwardEntry.ROOT) and torch.is_grad_enabled():
-        for group in unit.groups:
-            args, kwargs = _attach_post_backward(group, args, kwargs)
-    return args, kwargs
-
-
-def after_forward(unit: Unit, index: int, output: Any) -> Any:
-    in_backward = torch._C._current_graph_task_id() != -1
-    records = torch.is_grad_enabled()
-    completed = unit.post_forward(index, in_backward=in_backward, records=records)
-    with_hooks = bool(completed) and records
-    for done in completed:
-        if with_hooks:
-            output = _attach_pre_backward(done, output)
-        if done is not unit:
-            output = _cast_output(done, output)
-    return _cast_output(unit, output)
-
-
-def _cast_output(unit: Unit, output: Any) -> Any:
-    dtype = unit.mp_policy.output_dtype
-    return output if dtype is None else map_tensors(lambda tensor: cast_floating(tensor, dtype), output)
-
-
-def _map_inputs(fn: Callable[[torch.Tensor], torch.Tensor], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    # Item by item: args stays a plain tuple even if an item is a tuple subclass.
-    return tuple(map_tensors(fn, arg) for arg in args), {key: map_tensors(fn, value) for key, value in kwargs.items()}
-
-
 class _PostBackward(torch.autograd.Function):
     """Identity whose backward runs a group's post-backward once all gradients have arrived. [Note: post-backward]"""
 
@@ -139,17 +95,6 @@ class _PostBackward(torch.autograd.Function):
             _gather_for_double_backward(ctx.group.unit, grad)
         ctx.group.post_backward()
         return (None, *grads)
-
-
-def _attach_post_backward(group: ParamGroup, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        return ((_with_post_backward(group, args[0]),) if args[0].requires_grad else args), kwargs
-    inputs = tensors_with_grad((args, kwargs))
-    if not inputs:
-        return args, kwargs
-    outputs = [_with_post_backward(group, inputs[0])] if len(inputs) == 1 else list(_PostBackward.apply(group, *inputs))
-    replacements = iter(outputs)
-    return _map_inputs(lambda tensor: next(replacements) if tensor.requires_grad else tensor, args, kwargs)
 
 
 def _with_post_backward(group: ParamGroup, tensor: torch.Tensor) -> torch.Tensor:
@@ -194,24 +139,6 @@ class _PreBackward(torch.autograd.Function):
         return _PreBackward.apply(ctx.unit, tangent)  # type: ignore[no-any-return]
 
 
-def _attach_pre_backward(unit: Unit, output: Any) -> Any:
-    tensors = tensors_with_grad(output)
-    if not isinstance(output, torch.Tensor):
-        check_hidden_tensors(unit, owner=hidden_tensor_owner(output), beside_shown=bool(tensors))
-    for tensor in tensors:
-        if tensor._base is not None:
-            _warn_about_view(unit)
-        tensor.register_hook(lambda grad: unit.pre_backward())
-    if torch._C._are_functorch_transforms_active():
-        return map_tensors(functools.partial(_with_pre_backward, unit), output)
-    return output
-
-
-def _with_pre_backward(unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
-    may_need_grad = tensor.is_floating_point() or tensor.is_complex()
-    return _PreBackward.apply(unit, tensor) if may_need_grad and not tensor.requires_grad else tensor  # type: ignore[no-any-return]
-
-
 def _warn_about_view(unit: Unit) -> None:
     warnings.warn(
         f"the output of unit {unit.fqn!r} ({type(unit.modules[0]).__name__}) is a view: changing it in place (x += "
@@ -225,6 +152,56 @@ def _warn_about_view(unit: Unit) -> None:
 def queue_final_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward ends."""
     Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+class TorchAround(AroundForward):
+    """What :mod:`hpcompat.core.around` asks of torch."""
+
+    tree = TensorTree(
+        torch.Tensor,
+        requires_grad=lambda tensor: tensor.requires_grad,
+        atoms=(torch.dtype, torch.device, torch.Size),
+        opaque=(nn.Module,),
+        packed={PackedSequence: (lambda packed: packed.data, lambda packed, data: packed._replace(data=data))},
+    )
+
+    def is_recording(self) -> bool:
+        return torch.is_grad_enabled()
+
+    def in_backward(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return cast_floating(tensor, dtype)
+
+    def enter_root(self, unit: Unit) -> Callable[[Any], Any] | None:
+        if not has_streams(unit.device):
+            return None
+        return lambda tensor: tensor.to(unit.device, non_blocking=True)
+
+    def watch_inputs(self, group: ParamGroup, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if len(tensors) == 1:
+            return [_with_post_backward(group, tensors[0])]
+        return _PostBackward.apply(group, *tensors)  # type: ignore[no-any-return]
+
+    def watch_output(self, unit: Unit, tensor: torch.Tensor) -> None:
+        if tensor._base is not None:
+            _warn_about_view(unit)
+        tensor.register_hook(lambda grad: unit.pre_backward())
+
+    def watch_outputs(self, unit: Unit, output: Any) -> Any:
+        output = super().watch_outputs(unit, output)
+        if not torch._C._are_functorch_transforms_active():
+            return output
+
+        def behind_node(tensor: torch.Tensor) -> torch.Tensor:
+            may_need_grad = tensor.is_floating_point() or tensor.is_complex()
+            return _PreBackward.apply(unit, tensor) if may_need_grad and not tensor.requires_grad else tensor  # type: ignore[no-any-return]
+
+        return self.tree.map(behind_node, output)
+
+
+AROUND = TorchAround()
 
 
 # Module methods

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from behaviour import edges, frozen, gradients, identity, kind, loading, options, outputs, passes, recovery, states
+from behaviour import (
+    containers,
+    edges,
+    frozen,
+    gradients,
+    identity,
+    kind,
+    loading,
+    options,
+    outputs,
+    passes,
+    recovery,
+    states,
+)
 from behaviour.registry import Behaviour, behaviours_of
 from hpcompat_conformance.pool import PoolSet
 
-ALL = behaviours_of(identity, kind, outputs, states, loading, gradients, frozen, options, recovery, edges, passes)
+ALL = behaviours_of(
+    identity, kind, outputs, states, loading, gradients, frozen, options, recovery, edges, passes, containers
+)
 
 
 # Recurrent layers return views; what that warning says is checked where it is expected.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -43,6 +43,7 @@ class NumpyBackend:
 
     name = "numpy"
     module_mixin = replicate_mixin = ModuleMixin
+    around_forward = hooks.AROUND
     distributed = Ranks()
 
     def __init__(self, device_streams: Streams | None = None) -> None:
@@ -142,14 +143,6 @@ class NumpyBackend:
 
     def install_hooks(self, unit: Unit) -> None:
         hooks.install(unit)
-
-    def before_forward(
-        self, unit: Unit, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return hooks.before_forward(unit, index, args, kwargs)
-
-    def after_forward(self, unit: Unit, index: int, output: Any) -> Any:
-        return hooks.after_forward(unit, index, output)
 
     def queue_final_callback(self, callback: Callable[[], None]) -> None:
         tape.queue_callback(callback)

@@ -57,26 +57,3 @@ def watch(values: Sequence[Value], on_backward: Callable[[], None]) -> list[Valu
         return grads
 
     return record([value.data for value in values], values, backward)
-
-
-def map_values(fn: Callable[[Value], Value], nested: Any) -> Any:
-    """``nested`` (lists, tuples, dicts) with ``fn`` applied to every value in it."""
-    if isinstance(nested, Value):
-        return fn(nested)
-    if isinstance(nested, dict):
-        return {key: map_values(fn, item) for key, item in nested.items()}
-    if isinstance(nested, list | tuple):
-        return type(nested)(map_values(fn, item) for item in nested)
-    return nested
-
-
-def values_with_grad(nested: Any) -> list[Value]:
-    """The values in ``nested`` that require grad, in order."""
-    found: list[Value] = []
-
-    def collect(value: Value) -> Value:
-        found.append(value)
-        return value
-
-    map_values(collect, nested)
-    return [value for value in found if value.requires_grad]

@@ -36,14 +36,14 @@ class ReturnsItself(nn.Linear):
         return outputs
 
 
-@dataclass(init=False)
+@dataclass(init=False, frozen=True)
 class Parcel:
-    """A dataclass that its own fields cannot rebuild."""
+    """A dataclass that cannot be changed, and that its own fields cannot rebuild."""
 
     tensor: Tensor
 
     def __init__(self, num_rows: int) -> None:
-        self.tensor = torch.ones(num_rows, 4, requires_grad=True)
+        object.__setattr__(self, "tensor", torch.ones(num_rows, 4, requires_grad=True))
 
 
 class TakesParcel(nn.Linear):

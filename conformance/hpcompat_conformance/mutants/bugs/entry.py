@@ -144,23 +144,22 @@ def ignored_parameters_are_sharded(plant: Plant) -> None:
 def nested_outputs_are_not_seen(plant: Plant) -> None:
     """A unit whose output is a dict or a tuple is not gathered for its backward."""
 
-    def tensors_only(original: Any, unit: Any, output: Any) -> None:
-        if hasattr(output, "register_hook"):
-            original(unit, output)
+    def tensors_only(original: Any, around: Any, unit: Any, output: Any) -> Any:
+        return original(around, unit, output) if hasattr(output, "register_hook") else output
 
-    plant.around("hpcompat_torch.hooks:_attach_pre_backward", tensors_only)
+    plant.around("hpcompat.core.around:AroundForward.watch_outputs", tensors_only)
 
 
 @mutant("BWD-01")
 def the_input_gets_no_gradient(plant: Plant) -> None:
     """The inputs of a root are cut off from what made them."""
 
-    def detached(original: Any, unit: Any, index: int, args: Any, kwargs: Any) -> Any:
+    def detached(original: Any, around: Any, unit: Any, index: int, args: Any, kwargs: Any) -> Any:
         is_root = unit.iteration.forward_root is None
-        args, kwargs = original(unit, index, args, kwargs)
+        args, kwargs = original(around, unit, index, args, kwargs)
         return (tuple(getattr(arg, "detach", lambda arg=arg: arg)() for arg in args) if is_root else args), kwargs
 
-    plant.around("hpcompat_torch.hooks:before_forward", detached)
+    plant.around("hpcompat.core.around:AroundForward.before", detached)
 
 
 @mutant("ENT-15")

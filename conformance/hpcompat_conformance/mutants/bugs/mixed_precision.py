@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcompat_conformance.mutants.plant import Plant, mutant
 
-HOOKS = "hpcompat_torch.hooks"
+AROUND = "hpcompat.core.around:AroundForward"
 
 
 @mutant("MPR-02")
@@ -64,47 +64,47 @@ def gradients_stay_in_the_reduce_dtype(plant: Plant) -> None:
 def inputs_are_not_cast(plant: Plant) -> None:
     """Inputs of a unit keep their dtype although its parameters have another."""
 
-    def uncast(original: Any, unit: Any, *args: Any) -> Any:
+    def uncast(original: Any, around: Any, unit: Any, *args: Any) -> Any:
         policy, unit.mp_policy = unit.mp_policy, dataclasses.replace(unit.mp_policy, cast_forward_inputs=False)
         try:
-            return original(unit, *args)
+            return original(around, unit, *args)
         finally:
             unit.mp_policy = policy
 
-    plant.around(f"{HOOKS}:before_forward", uncast)
+    plant.around(f"{AROUND}.before", uncast)
 
 
 @mutant("MPR-06")
 def inputs_are_always_cast(plant: Plant) -> None:
     """cast_forward_inputs=False changes nothing."""
 
-    def cast(original: Any, unit: Any, *args: Any) -> Any:
+    def cast(original: Any, around: Any, unit: Any, *args: Any) -> Any:
         policy, unit.mp_policy = unit.mp_policy, dataclasses.replace(unit.mp_policy, cast_forward_inputs=True)
         try:
-            return original(unit, *args)
+            return original(around, unit, *args)
         finally:
             unit.mp_policy = policy
 
-    plant.around(f"{HOOKS}:before_forward", cast)
+    plant.around(f"{AROUND}.before", cast)
 
 
 @mutant("MPR-05")
 def keyword_arguments_are_not_cast(plant: Plant) -> None:
     """Only positional inputs are cast to param_dtype."""
 
-    def positional(original: Any, fn: Any, args: Any, kwargs: Any) -> Any:
-        return original(fn, args, {})[0], kwargs
+    def positional(original: Any, around: Any, unit: Any, fn: Any, args: Any, kwargs: Any) -> Any:
+        return original(around, unit, fn, args, {})[0], kwargs
 
-    plant.around(f"{HOOKS}:_map_inputs", positional)
+    plant.around(f"{AROUND}._replace", positional)
 
 
 @mutant("MPR-05")
 def integers_are_cast(plant: Plant) -> None:
     """Token ids and masks are cast to param_dtype as well."""
-    plant.around(f"{HOOKS}:cast_floating", lambda original, tensor, dtype: tensor.to(dtype))
+    plant.around("hpcompat_torch.hooks:cast_floating", lambda original, tensor, dtype: tensor.to(dtype))
 
 
 @mutant("MPR-04")
 def output_dtype_is_ignored(plant: Plant) -> None:
     """Outputs keep the dtype of the computation."""
-    plant.around(f"{HOOKS}:_cast_output", lambda original, unit, output: output)
+    plant.around(f"{AROUND}._cast_output", lambda original, around, unit, output: output)

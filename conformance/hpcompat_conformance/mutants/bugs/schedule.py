@@ -72,13 +72,12 @@ def meshes_reduced_in_forward_order(plant: Plant) -> None:
         finally:
             unit.groups.reverse()
 
-    def in_order(original: Any, group: Any, args: Any, kwargs: Any) -> Any:
+    def in_order(original: Any, around: Any, unit: Any, group: Any, args: Any, kwargs: Any) -> Any:
         # Autograd runs what was attached last first.
-        members = group.unit.groups
-        return original(members[len(members) - 1 - group.index], args, kwargs)
+        return original(around, unit, unit.groups[len(unit.groups) - 1 - group.index], args, kwargs)
 
     plant.around("hpcompat.core.unit:Unit.end_backward", turned)
-    plant.around("hpcompat_torch.hooks:_attach_post_backward", in_order)
+    plant.around("hpcompat.core.around:AroundForward._watch_inputs", in_order)
 
 
 @mutant("SCH-04", "COM-04")
