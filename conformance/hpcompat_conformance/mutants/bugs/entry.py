@@ -115,7 +115,7 @@ def a_list_freed_after_its_first_member(plant: Plant) -> None:
 @mutant("LIF-11")
 def a_list_run_in_part_is_left_open(plant: Plant) -> None:
     """A unit of several modules of which some did not run is not finished at the end of the forward."""
-    plant.instead(f"{UNIT}._complete_partial_units", [])
+    plant.instead(f"{UNIT}._complete_open_units", [])
 
 
 @mutant("ENT-08")
