@@ -97,11 +97,11 @@ def count_transport(backend: str) -> Counts:
         import torch.distributed as dist
 
         return {"process groups": len(dist.distributed_c10d._world.pg_map)}
-    from hpcompat_mindspore import communicator
+    from hpcompat_mindspore import job, mpi
 
-    groups = communicator.groups()
+    groups = job.groups()
     seconds = sum(getattr(group, "_second", None) is not None for group in groups)
-    return {"communicators": len(groups) + seconds, "requests in flight": len(communicator._in_flight)}
+    return {"communicators": len(groups) + seconds, "requests in flight": len(mpi._in_flight)}
 
 
 # What may be planted

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hpcompat import registry
-from hpcompat.backend import Backend
+from hpcompat.contract.backend import Backend
 from hpcompat.core.wrap import WrapOptions, mesh_info_for, root_modules, wrap
 from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, validate_mesh
 from hpcompat.module import HSDPModule, ReplicateModule

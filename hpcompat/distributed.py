@@ -10,7 +10,7 @@ import os
 import struct
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from hpcompat import registry
 from hpcompat.core.failure import naming
@@ -19,28 +19,6 @@ TIMEOUT_VARIABLE = "HPCOMPAT_TIMEOUT"
 # As long as torch waits. For transports that would wait for ever.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _OPS = ("sum", "avg", "max", "min")
-
-
-class Distributed(Protocol):
-    """What the room ``distributed.py`` of each backend gives. Groups are those of its meshes; ``None`` is all ranks."""
-
-    def init_process_group(self, *, device: str | None, timeout: timedelta | None) -> None: ...
-    def destroy_process_group(self) -> None: ...
-    def is_initialized(self) -> bool: ...
-    def device_type(self) -> str:
-        """The device of this process: ``"cpu"``, ``"cuda"``, ``"npu"``."""
-        ...
-
-    def get_rank(self, group: Any) -> int: ...
-    def get_world_size(self, group: Any) -> int: ...
-    def barrier(self, group: Any) -> None: ...
-    def gather_bytes(self, data: bytes, group: Any) -> list[bytes]:
-        """``data`` of every rank, in the order of the group; as long on all of them."""
-        ...
-
-    def init_device_mesh(
-        self, device_type: str | None, mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...] | None
-    ) -> Any: ...
 
 
 def init_process_group(

@@ -18,34 +18,22 @@ import os
 import platform
 import sys
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hpcompat import optim, registry
 from hpcompat.training import named_parameters
 
 if TYPE_CHECKING:
-    from hpcompat.backend import Backend
+    from hpcompat.contract.backend import Backend
 
-__all__ = ["FORMAT", "INDEX", "PHASES", "Checkpoint", "StepRecording", "record"]
+__all__ = ["FORMAT", "INDEX", "PHASES", "StepRecording", "record"]
 
 FORMAT = 1
 INDEX = "index.json"
 PHASES = ("after_backward", "after_clip", "before_optim", "after_optim")
-
-
-class Checkpoint(Protocol):
-    """What the room ``checkpoint.py`` of each backend gives."""
-
-    def write_tensors(self, path: Path, tensors: Iterable[tuple[str, Any]]) -> None:
-        """One safetensors file with all of ``tensors``, which are plain ones.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        ...
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from hpcompat.backend import Backend
+    from hpcompat.contract.backend import Backend
 
 __all__ = [
     "ENTRY_POINT_GROUP",

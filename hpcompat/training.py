@@ -4,25 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from hpcompat import registry
-
-
-class Training(Protocol):
-    """What the room ``training.py`` of each backend gives."""
-
-    def backward(self, tensor: Any, gradient: Any, *, retain_graph: bool) -> None: ...
-    def value_and_grad(
-        self, fn: Callable[..., Any], weights: tuple[Any, ...], *, has_aux: bool
-    ) -> Callable[..., tuple[Any, tuple[Any, ...]]]: ...
-    def enable_backward_compat(self) -> None: ...
-    def no_grad(self) -> AbstractContextManager[Any]: ...
-    def manual_seed(self, seed: int) -> None: ...
-    def to_numpy(self, tensor: Any) -> Any: ...
-    def from_numpy(self, array: Any, *, dtype: Any) -> Any: ...
-    def full_tensor(self, parameter: Any, value: Any) -> Any: ...
-
 
 # Gradients
 

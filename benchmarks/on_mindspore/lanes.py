@@ -29,7 +29,7 @@ from on_mindspore.mpi import (
 from paired.hooks import HookClock
 from paired.rounds import without_collection
 
-ADDITIONS = (("additions", "hpcompat_mindspore.communicator:MPICommunicator.add_up"),)
+ADDITIONS = (("additions", "hpcompat_mindspore.mpi:MPICommunicator.add_up"),)
 TURNS = (("sharded", "raw", "host", "bare"), ("host", "sharded", "raw", "bare"))
 """Orders of alternate rounds; a replay follows what it replays."""
 

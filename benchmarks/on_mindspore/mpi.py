@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcompat_mindspore import communicator
+from hpcompat_mindspore import job
+from hpcompat_mindspore.mpi import _Exchange
 
 Array = np.ndarray[Any, Any]
 
@@ -126,8 +127,8 @@ class LoopbackRequest:
 @contextmanager
 def talking_through(comm: Any) -> Iterator[None]:
     """Let the backend make its MPI calls through ``comm`` inside the block; `world_comm` is its own."""
-    world: Any = communicator.world()
-    exchange: Any = communicator._Exchange
+    world: Any = job.world()
+    exchange: Any = _Exchange
     before, world._comm = world._comm, comm
     wait, exchange.wait = exchange.wait, _wait(exchange.wait)
     try:
@@ -151,7 +152,7 @@ def _wait(function: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def world_comm() -> Any:
     """The MPI communicator that the backend uses for all ranks."""
-    world: Any = communicator.world()
+    world: Any = job.world()
     return world._comm
 
 

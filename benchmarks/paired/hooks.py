@@ -49,7 +49,7 @@ HOOKS: dict[str, tuple[tuple[str, str], ...]] = {
         ("final callback", "hpcompat.core.iteration:Iteration.final_callback"),
         *_COLLECTIVES,
         (WAIT, "hpcompat_torch.collectives:GatherInFlight.wait"),
-        (WAIT, "hpcompat_torch.collectives:ReductionInFlight._wait_for_work"),
+        (WAIT, "hpcompat_torch.reduction:ReductionInFlight._wait_for_work"),
     ),
 }
 """Implementation -> (kind, "module:qualified name") of its functions."""
@@ -66,7 +66,7 @@ STAGES: dict[str, tuple[tuple[str, str], ...]] = {
         ("wait for unshard", f"{_OUR_GROUP}.wait_for_unshard"),
         ("reshard", f"{_OUR_GROUP}.reshard"),
         ("reduce", f"{_OUR_GROUP}._reduce"),
-        ("reduce", "hpcompat_torch.collectives:ReductionInFlight.complete"),
+        ("reduce", "hpcompat_torch.reduction:ReductionInFlight.complete"),
     ),
 }
 """What the hooks call, for `--profile stages`: the same time, split further."""

@@ -1,5 +1,5 @@
 """The scheduler: every decision about when to gather, wait, free, reduce and prefetch.
 
 Nothing here knows a framework. Tensors, streams and autograd are reached through the protocols of
-:mod:`hpcompat.backend`, and a file is named after the noun it holds.
+:mod:`hpcompat.contract`, and a file is named after the noun it holds.
 """

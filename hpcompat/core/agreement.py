@@ -34,14 +34,14 @@ import json
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from hpcompat.backend import Backend
-    from hpcompat.core.comm_ctx import CommContext
-    from hpcompat.core.param_group import ParamGroup
+    from hpcompat.contract.backend import Backend
+    from hpcompat.contract.scheduler import Notes
+    from hpcompat.mesh import DataParallelMeshInfo
 
 is_debugging = os.environ.get("HPCOMPAT_DEBUG") == "1"
 MAX_RANKS = 32
@@ -52,29 +52,6 @@ MAX_UNANSWERED = 2
 # While debugging. As long as a collective waits by default: the others may be that far behind.
 DEADLINE_SECONDS = 1800.0
 _SLEEP_SECONDS = (0.0005, 0.05)
-
-
-class Notes(Protocol):
-    """What some ranks leave for one another, outside of their collectives."""
-
-    # Kept by the scheduler, from 0: comm contexts that use these notes, and [Note: no answer].
-    num_contexts: int
-    num_unanswered: int
-
-    @property
-    def rank(self) -> int:
-        """This one; like all ranks here a global one."""
-        ...
-
-    @property
-    def others(self) -> Sequence[int]: ...
-    def leave(self, key: str, note: str) -> None:
-        """Let the others read ``note`` under ``key``; replaces an earlier one."""
-        ...
-
-    def find(self, key: str, rank: int) -> str | None:
-        """What ``rank`` has left, or ``None`` if nothing yet. Does not wait."""
-        ...
 
 
 # What this process has promised lately; the last ones may be pending.
@@ -134,9 +111,9 @@ class Pledge:
             found = {rank: _read(note) for rank, note in notes.items() if note is not None}
             check(self.step, {**found, self._notes.rank: (self.step, True)})
 
-    def forget(self, ctx: CommContext) -> None:
-        """If the step is one of ``ctx``: it is not under way any more."""
-        if ctx.numbers.get(self._notes) == self.place.context:
+    def forget(self, numbers: Mapping[Notes, int]) -> None:
+        """If the step is one of the comm context with these ``numbers``: it is not under way any more."""
+        if numbers.get(self._notes) == self.place.context:
             self._is_settled = True
 
     def answers(self) -> dict[int, tuple[Step, bool]]:
@@ -199,10 +176,38 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:"
 
 
+class CollectiveOrder(Protocol):
+    """The order of collectives, kept by a comm context."""
+
+    # Its number among those of a group of ranks, and the pledges since the last collective, by what they count for.
+    numbers: dict[Notes, int]
+    num_pledges: Counter[str]
+
+    @property
+    def num_issued(self) -> int: ...
+    @property
+    def takes_part(self) -> bool: ...
+    def finish(self) -> None: ...
+
+
+class AgreeingGroup(Protocol):
+    """A param group, as far as its agreement asks it."""
+
+    fqn: str
+    index: int
+    all_reduce_grads: bool
+
+    @property
+    def mesh_info(self) -> DataParallelMeshInfo: ...
+    @property
+    def comm_ctx(self) -> CollectiveOrder: ...
+    def reduce_zeros(self, missing: tuple[str, ...]) -> None: ...
+
+
 class Agreement:
     """What one param group knows about its steps so far. [Note: departures]"""
 
-    def __init__(self, group: ParamGroup, backend: Backend) -> None:
+    def __init__(self, group: AgreeingGroup, backend: Backend) -> None:
         self._group, self._backend = group, backend
         # By whether the replicas take part: without them each may have gradients of its own.
         self._missing_before: dict[bool, tuple[str, ...]] = {False: (), True: ()}
@@ -250,7 +255,7 @@ class Agreement:
             return None
         return Pledge(step, notes, self._place(ctx, notes))
 
-    def _place(self, ctx: CommContext, notes: Notes) -> Place:
+    def _place(self, ctx: CollectiveOrder, notes: Notes) -> Place:
         """[Note: places]"""
         if notes not in ctx.numbers:
             ctx.numbers[notes] = notes.num_contexts
@@ -295,12 +300,12 @@ def lose_patience() -> None:
         pledge.leave_if_pending()
 
 
-def forget(ctx: CommContext) -> None:
+def forget(ctx: CollectiveOrder) -> None:
     """After a reset: leave no more notes about what this rank had begun, and count its steps anew."""
     if not is_debugging:
         ctx.num_pledges.clear()
     for pledge in tuple(_recent):
-        pledge.forget(ctx)
+        pledge.forget(ctx.numbers)
 
 
 def _watch() -> None:

@@ -16,8 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hpcompat.contract.states import ForwardEntry
 from hpcompat.core.outputs import check_hidden_tensors
-from hpcompat.core.states import ForwardEntry
 from hpcompat.core.tree import TensorTree, give_back
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class AroundForward(ABC):
         """The forward post-hook of module ``index`` of ``unit``; gives what the module returns."""
         if unit.loans:
             give_back(unit.loans.pop())
-        is_root = unit.iteration.forward_root is unit
+        is_root = unit.is_forward_root
         records = self.is_recording()
         completed = unit.post_forward(index, in_backward=self.in_backward(), records=records)
         if is_root and completed:

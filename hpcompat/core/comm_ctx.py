@@ -29,15 +29,25 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from hpcompat.contract.states import TrainingState
 from hpcompat.core import agreement, events
-from hpcompat.core.states import TrainingState
 
 if TYPE_CHECKING:
-    from hpcompat.backend import Gather, Reduction, Stream, Streams
-    from hpcompat.core.agreement import Notes
-    from hpcompat.core.param_group import ParamGroup
+    from hpcompat.contract.scheduler import Gather, Notes, Reduction, Stream, Streams
+
+
+class ReducingGroup(Protocol):
+    """A param group, as far as the context looks into it."""
+
+    @property
+    def reduction_name(self) -> str:
+        """Of the collective that ends a reduction; empty where nothing travels."""
+        ...
+
+
+Group = TypeVar("Group", bound=ReducingGroup)
 
 
 class NullStream:
@@ -63,7 +73,7 @@ class NullStreams:
         return NULL_STREAM
 
 
-class CommContext:
+class CommContext(Generic[Group]):
     """Shared by the units of one root, and by several roots after ``share_comm_ctx``."""
 
     def __init__(self) -> None:
@@ -75,7 +85,7 @@ class CommContext:
         self.has_streams = False
         self.max_input_buffers = 1
         # One entry per forward of a group, in order; backward prefetch walks it from the end.
-        self.post_forward_order: list[ParamGroup] = []
+        self.post_forward_order: list[Group] = []
         # [Note: catching up] How many collectives were issued, and the most that this rank has taken part in.
         self._num_issued = 0
         self._num_taken_part = 0
@@ -84,13 +94,13 @@ class CommContext:
         self.numbers: dict[Notes, int] = {}
         self.num_pledges: Counter[str] = Counter()
         # For [Note: last words].
-        self.last_begun: tuple[str, ParamGroup] | None = None
+        self.last_begun: tuple[str, Group] | None = None
         self._is_initialized = False
         self._held_gather: tuple[Gather, Any] | None = None
-        self._reductions: deque[tuple[ParamGroup, Reduction]] = deque()
+        self._reductions: deque[tuple[Group, Reduction]] = deque()
         self._post_reduce_events: dict[Any, Any] = {}
         # [Note: kept outputs]
-        self._kept: dict[ParamGroup, Reduction] = {}
+        self._kept: dict[Group, Reduction] = {}
 
     def lazy_init(self, streams: Streams) -> None:
         if self._is_initialized:
@@ -116,7 +126,7 @@ class CommContext:
         """Whether the next collective is a real one. [Note: catching up]"""
         return self._num_issued == self._num_taken_part
 
-    def count_issued(self, group: ParamGroup, collective: str) -> None:
+    def count_issued(self, group: Group, collective: str) -> None:
         if collective:
             self.last_begun = (collective, group)
         if self._num_issued == self._num_taken_part:
@@ -173,7 +183,7 @@ class CommContext:
 
     # Reductions
 
-    def submit(self, group: ParamGroup, reduction: Reduction) -> None:
+    def submit(self, group: Group, reduction: Reduction) -> None:
         """Queue a reduction of ``group`` whose collective has been issued."""
         if events.observers:
             events.observe("reduce_issued", group, reduction=reduction)
@@ -195,7 +205,7 @@ class CommContext:
             self._retire(*self._reductions.popleft())
         self._wait_for_post_reduce_events()
 
-    def pending(self) -> list[tuple[str, ParamGroup]]:
+    def pending(self) -> list[tuple[str, Group]]:
         """The reductions in flight."""
         return [(group.reduction_name, group) for group, _ in self._reductions if group.reduction_name]
 
@@ -223,14 +233,14 @@ class CommContext:
             for stream in (self.copy_in_stream, self.gather_stream, self.reduce_stream, self.all_reduce_stream):
                 current.wait_stream(stream)
 
-    def _keep(self, group: ParamGroup, reduction: Reduction) -> None:
+    def _keep(self, group: Group, reduction: Reduction) -> None:
         """[Note: kept outputs]"""
         previous = self._kept.get(group)
         if previous is not None:
             self.streams.current().wait_event(previous.post_event)
         self._kept[group] = reduction
 
-    def _retire(self, group: ParamGroup, reduction: Reduction) -> None:
+    def _retire(self, group: Group, reduction: Reduction) -> None:
         if events.observers:
             events.observe("reduce_wait", group, reduction=reduction)
         reduction.complete()

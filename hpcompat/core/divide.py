@@ -12,21 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpcompat.comm import ReduceOp
-
-
-@dataclass(frozen=True)
-class DividePlan:
-    """One path of a gradient: divide by ``pre``, reduce-scatter, all-reduce, divide by ``post``.
-
-    ``None`` means no division. ``scatter_op`` and ``all_reduce_op`` are reductions that the group has; the argument of
-    ``ReduceOp.PREMUL_SUM`` is ``premul``.
-    """
-
-    pre: float | None
-    scatter_op: ReduceOp
-    all_reduce_op: ReduceOp
-    post: float | None
-    premul: float | None = None
+from hpcompat.contract.scheduler import DividePlan
 
 
 @dataclass(frozen=True)

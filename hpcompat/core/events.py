@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from hpcompat.core.states import TrainingState
+from hpcompat.contract.states import TrainingState
 
 
 class Event(NamedTuple):

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from hpcompat.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from hpcompat.core.param_group import ParamGroup
-    from hpcompat.core.unit import Unit
+    from hpcompat.contract.scheduler import HookedGroup
+    from hpcompat.core.iteration import IteratedUnit
 
 ADVICE = (
     "Another rank has ended, hangs or is that far behind: its own first error says why. Start the job again from a "
@@ -33,7 +33,7 @@ _MAX_NAMES = 3
 logger = logging.getLogger("hpcompat")
 
 
-def failed(error: BaseException, *, collective: str, owner: ParamGroup | None) -> CollectiveError:
+def failed(error: BaseException, *, collective: str, owner: HookedGroup | None) -> CollectiveError:
     """What to raise from the transport's ``error``. ``owner`` is the param group whose collective it was."""
     global _has_failed
     _has_failed = True
@@ -58,7 +58,7 @@ def naming(collective: str) -> Iterator[None]:
         raise failed(error, collective=collective, owner=None) from error
 
 
-def describe(group: ParamGroup) -> str:
+def describe(group: HookedGroup) -> str:
     """``unit 'layers.0' (parameter group 1 of 2: 'layers.0.w', ...)``"""
     names = [repr(name) for name in group.tensors.names]
     rest = len(names) - _MAX_NAMES
@@ -66,24 +66,24 @@ def describe(group: ParamGroup) -> str:
     return f"{_name_of(group)} (parameter group {group.index + 1} of {group.num_groups}: {shown})"
 
 
-def _name_of(group: ParamGroup) -> str:
+def _name_of(group: HookedGroup) -> str:
     return f"unit {group.fqn!r}" if group.fqn else "the root unit"
 
 
-def _this_rank(group: ParamGroup) -> str:
-    distributed = group.backend.distributed
+def _this_rank(group: HookedGroup) -> str:
+    distributed = group.distributed
     return f"rank {distributed.get_rank(None)} of {distributed.get_world_size(None)}"
 
 
 # [Note: last words]
 
-_roots: weakref.WeakSet[Unit] = weakref.WeakSet()
+_roots: weakref.WeakSet[IteratedUnit] = weakref.WeakSet()
 _installed_in: int | None = None
 # Then an error says the same already.
 _has_failed = False
 
 
-def watch(root: Unit) -> None:
+def watch(root: IteratedUnit) -> None:
     """From now on, have last words about ``root`` and what is below. Called once per root.
 
     Not on accelerators: a thread that waits for the device runs no handler, and would only end later. There the
@@ -111,7 +111,7 @@ def _say_last_words(number: int, frame: FrameType | None) -> None:
         os.kill(os.getpid(), number)
 
 
-def _last_words(root: Unit) -> str:
+def _last_words(root: IteratedUnit) -> str:
     units = root.iteration.units
     groups = [group for unit in units for group in unit.groups]
     pending = [*root.comm_ctx.pending(), *filter(None, (group.pending() for group in groups))]

@@ -6,10 +6,10 @@ import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpcompat.core.unit import Unit
+    from hpcompat.contract.scheduler import HookedUnit
 
 
-def check_hidden_tensors(unit: Unit, *, owner: str | None, beside_shown: bool) -> None:
+def check_hidden_tensors(unit: HookedUnit, *, owner: str | None, beside_shown: bool) -> None:
     """``owner`` is the type of an object in the unit's output that holds tensors where hooks cannot be put.
 
     Raises:

@@ -1,19 +1,19 @@
 """A param group: the parameters of a unit that are gathered in one collective and reduced in one.
 
-It decides when to gather, free and reduce; :class:`hpcompat.backend.GroupTensors` does it to the tensors.
+It decides when to gather, free and reduce; :class:`hpcompat.contract.scheduler.GroupTensors` does it to the tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hpcompat.backend import GatherRequest, ReduceRequest
+from hpcompat.contract.scheduler import DividePlan, GatherRequest, ReduceRequest
+from hpcompat.contract.states import ShardedState, TrainingState
 from hpcompat.core import agreement, events
-from hpcompat.core.agreement import Agreement, Pledge
+from hpcompat.core.agreement import Agreement
 from hpcompat.core.comm_ctx import CommContext
-from hpcompat.core.divide import DividePlan, DivideRequest, divide_plan
-from hpcompat.core.states import ShardedState, TrainingState
+from hpcompat.core.divide import DivideRequest, divide_plan
 from hpcompat.mesh import (
     DataParallelMeshInfo,
     DDPMeshInfo,
@@ -24,9 +24,16 @@ from hpcompat.mesh import (
 )
 
 if TYPE_CHECKING:
-    from hpcompat.backend import Backend, Gather, GradientBucket, GroupTensors, Reduction
     from hpcompat.comm import AllGather, ReduceScatter
-    from hpcompat.core.unit import Unit
+    from hpcompat.contract.backend import Backend
+    from hpcompat.contract.distributed import Distributed
+    from hpcompat.contract.scheduler import Gather, GradientBucket, GroupTensors, Pledge, Reduction
+
+
+class OwningUnit(Protocol):
+    """The unit, as far as its groups look into it."""
+
+    def leave_forward(self) -> None: ...
 
 
 class ParamGroup:
@@ -44,8 +51,8 @@ class ParamGroup:
         self.mesh_info = mesh_info
         self.post_forward_mesh_info = post_forward_mesh_info
         self.fqn = ""
-        self.unit: Unit  # set by Unit.add_group
-        self.comm_ctx = CommContext()
+        self.unit: OwningUnit  # set by Unit.add_group
+        self.comm_ctx: CommContext[ParamGroup] = CommContext()
         self.sharded_state = ShardedState.SHARDED
         self.training_state = TrainingState.IDLE
         # Place among the groups of the unit; set when the unit is built.
@@ -88,6 +95,10 @@ class ParamGroup:
     @property
     def is_unsharded(self) -> bool:
         return self.sharded_state is ShardedState.UNSHARDED
+
+    @property
+    def distributed(self) -> Distributed:
+        return self.backend.distributed
 
     @property
     def is_hsdp(self) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from hpcompat.contract.states import TrainingState
 from hpcompat.core import events
-from hpcompat.core.states import TrainingState
 
 if TYPE_CHECKING:
+    from hpcompat.core.iteration import IteratedUnit
     from hpcompat.core.param_group import ParamGroup
-    from hpcompat.core.unit import Unit
 
 
 def prefetch(group: ParamGroup, state: TrainingState) -> None:
@@ -25,7 +25,7 @@ def prefetch(group: ParamGroup, state: TrainingState) -> None:
         group.training_state = kept
 
 
-def prefetch_forward(units: Iterable[Unit]) -> None:
+def prefetch_forward(units: Iterable[IteratedUnit]) -> None:
     """The explicit forward list: in order, as forward will need them."""
     for unit in units:
         for group in unit.groups:
@@ -33,7 +33,7 @@ def prefetch_forward(units: Iterable[Unit]) -> None:
             unit.iteration.prefetched.append(group)
 
 
-def prefetch_backward(units: Iterable[Unit]) -> None:
+def prefetch_backward(units: Iterable[IteratedUnit]) -> None:
     """The explicit backward list: last group first, as backward will need them."""
     for unit in units:
         for group in reversed(unit.groups):

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hpcompat.contract.states import TrainingState
 from hpcompat.core.events import Event
-from hpcompat.core.states import TrainingState
 
 COMPUTE, GATHER, REDUCE, ALL_REDUCE, MEMORY, BLOCKED = LANES = (
     "compute",

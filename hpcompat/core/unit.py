@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpcompat.core import events, prefetch
+from hpcompat.contract.states import ForwardEntry, TrainingState
+from hpcompat.core import events, failure, prefetch
 from hpcompat.core.comm_ctx import CommContext
-from hpcompat.core.iteration import Iteration, init_root
-from hpcompat.core.states import ForwardEntry, TrainingState
+from hpcompat.core.iteration import Iteration
 from hpcompat.core.tree import Lent, give_back
 
 if TYPE_CHECKING:
-    from hpcompat.backend import Backend
+    from hpcompat.contract.backend import Backend
     from hpcompat.core.param_group import ParamGroup
     from hpcompat.policy import MixedPrecisionPolicy
 
@@ -60,8 +60,8 @@ class Unit:
         self.fqn = ""
         self.is_root: bool | None = None  # decided by lazy init
         self.training_state = TrainingState.IDLE
-        self.iteration = Iteration()
-        self.comm_ctx = CommContext()
+        self.iteration: Iteration[Unit] = Iteration()
+        self.comm_ctx: CommContext[ParamGroup] = CommContext()
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         # Members of a module list that have not run in this pass, by position, and how many are running: a member may
@@ -81,7 +81,7 @@ class Unit:
         for index, member in enumerate(self.groups):
             member.index, member.num_groups = index, len(self.groups)
 
-    def set_comm_ctx(self, comm_ctx: CommContext) -> None:
+    def set_comm_ctx(self, comm_ctx: CommContext[ParamGroup]) -> None:
         self.comm_ctx = comm_ctx
         for group in self.groups:
             group.comm_ctx = comm_ctx
@@ -90,6 +90,10 @@ class Unit:
     def is_running(self) -> bool:
         """Whether the forward of one of the modules is under way."""
         return self.training_state is TrainingState.FORWARD and (len(self.modules) == 1 or self._num_running > 0)
+
+    @property
+    def is_forward_root(self) -> bool:
+        return self.iteration.forward_root is self
 
     # Forward
 
@@ -183,7 +187,7 @@ class Unit:
     def _enter_root(self) -> bool:
         """Run what happens once per forward; True if this unit is its root."""
         if self.is_root is None:
-            init_root(self, unit_of=unit_of)
+            init_root(self)
         iteration = self.iteration
         if iteration.forward_root is not None:
             return False
@@ -263,3 +267,93 @@ class Unit:
             group.reset_iter_state()
         if events.observers:
             events.observe("reset", self)
+
+
+# Lazy init
+
+
+def init_root(root: Unit) -> None:
+    """Make ``root`` the root of every unit below it.
+
+    Raises:
+        RuntimeError: ``root`` has several modules, or a unit below was the root of an earlier forward.
+        ValueError: a parameter belongs to two param groups.
+    """
+    if len(root.modules) > 1:
+        raise RuntimeError(
+            f"{root.label} requires a single root module but got {len(root.modules)} modules: "
+            f"{[type(module).__name__ for module in root.modules]}; run forward through a module that holds them all "
+            "and is wrapped"
+        )
+    units = _collect_units(root)
+    _bind_names(root, units)
+    _check_single_owner(units)
+    for unit in units:
+        for group in unit.groups:
+            group.prepare()
+    root.backend.check_ready(root.modules[0])
+    # Only now, so that a refused forward can be mended and tried again.
+    for unit in units:
+        unit.is_root = unit is root
+    _share(root, units)
+    failure.watch(root)
+    if root.auto_reshard_after_forward:
+        # The root's parameters are the first that backward needs.
+        for group in root.groups:
+            group.post_forward_mesh_info = None
+
+
+def _collect_units(root: Unit) -> list[Unit]:
+    units: list[Unit] = []
+    for name, module in root.backend.named_modules(root.modules[0]):
+        unit = unit_of(module)
+        if unit is None:
+            continue
+        if unit not in units:
+            if unit is not root and unit.is_root is not None:
+                raise RuntimeError(
+                    f"{root.label} state has already been lazily initialized for {name}: expected one root per tree, "
+                    f"but got a forward of {root.fqn!r} after one of {name!r}; run forward through the root module "
+                    "first"
+                )
+            unit.fqn = name
+            units.append(unit)
+        else:
+            unit.fqn = f"{unit.fqn}, {name}" if unit.fqn else name
+    return units
+
+
+def _share(root: Unit, units: list[Unit]) -> None:
+    root.comm_ctx.lazy_init(root.backend.streams(root.device))
+    iteration = root.iteration
+    iteration.units = units
+    caps = [group.max_input_buffers for unit in units for group in unit.groups]
+    # A context shared with other roots keeps the largest cap of all.
+    root.comm_ctx.max_input_buffers = max([root.comm_ctx.max_input_buffers, *caps])
+    for unit in units:
+        unit.iteration = iteration
+        unit.set_comm_ctx(root.comm_ctx)
+
+
+def _bind_names(root: Unit, units: list[Unit]) -> None:
+    prefixes: dict[Any, str] = {}
+    for name, module in root.backend.named_modules(root.modules[0]):
+        prefixes.setdefault(module, f"{name}." if name else "")
+    for unit in units:
+        for group in unit.groups:
+            group.fqn = unit.fqn
+            group.tensors.bind_names(prefixes)
+
+
+def _check_single_owner(units: list[Unit]) -> None:
+    seen: dict[int, str] = {}
+    for unit in units:
+        for group in unit.groups:
+            for uid, name in zip(group.tensors.uids, group.tensors.names, strict=True):
+                if uid in seen:
+                    raise ValueError(
+                        f"Parameter {name!r} is shared with a parameter already managed by another FSDP group: "
+                        f"expected every parameter in one unit, but got it as {seen[uid]!r} too. Put the modules that "
+                        "share it into one unit: fully_shard([module_a, module_b])"
+                    )
+                seen[uid] = name

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpcompat.backend import WrapSpec
+from hpcompat.contract.backend import WrapSpec
 from hpcompat.core.param_group import ParamGroup
 from hpcompat.core.unit import UNIT_KEY, Unit, unit_of
 from hpcompat.errors import UserError
@@ -23,7 +23,7 @@ from hpcompat.mesh import (
 from hpcompat.placement import ShardPlacementResult, is_shard
 
 if TYPE_CHECKING:
-    from hpcompat.backend import Backend
+    from hpcompat.contract.backend import Backend
     from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
 
 

@@ -33,7 +33,7 @@ class RecordingStream:
 
 
 class RecordingStreams:
-    """Implements ``hpcompat.backend.Streams``; names the side streams in the order in which they are made."""
+    """Implements ``hpcompat.contract.scheduler.Streams``; names the side streams in the order of their making."""
 
     available = True
 

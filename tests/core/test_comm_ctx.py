@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from hpcompat.contract.states import TrainingState
 from hpcompat.core.comm_ctx import NULL_STREAM, CommContext, NullStreams
-from hpcompat.core.states import TrainingState
 from recording_streams import RecordingStreams
 
 # The context by itself

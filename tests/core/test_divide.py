@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcompat.comm import ReduceOp
-from hpcompat.core.divide import DividePlan, DivideRequest, divide_plan
+from hpcompat.contract.scheduler import DividePlan
+from hpcompat.core.divide import DivideRequest, divide_plan
 
 SUM, AVG, PREMUL = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM
 ALL = frozenset(ReduceOp)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import hpcompat
+from hpcompat.contract.states import TrainingState
 from hpcompat.core import events
-from hpcompat.core.states import TrainingState
 from hpcompat_conformance import numpy_reference as ref
 from schedules import lines
 from training import Stack, batch, train, wrap

@@ -1,8 +1,11 @@
-"""Which way imports may point: the library needs nothing but the standard library, and names no backend."""
+"""Which way imports may point: down, never in a circle. The library needs only the standard library, and names no
+backend.
+"""
 
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -11,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from import_circles import PACKAGES, circles, graph_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "hpcompat"
@@ -72,10 +77,86 @@ def test_the_command_line_imports_only_what_its_extra_declares(path: Path) -> No
     assert breaches(path.read_text(), allowed=allowed, dynamic=True) == []
 
 
-@pytest.mark.parametrize("path", sorted((LIBRARY / "core").glob("*.py")), ids=lambda path: path.name)
-def test_the_scheduler_does_not_import_the_api(path: Path) -> None:
-    above = {"hpcompat.api", "hpcompat.module", "hpcompat.registry", "hpcompat.recipes", "hpcompat"}
-    assert above.intersection(imported_modules(path.read_text())) == set()
+# From the bottom up: what the files of a floor may import of the library.
+LEAVES = {f"hpcompat.{name}" for name in ("comm", "errors", "mesh", "placement", "policy")}
+FLOORS = {
+    **{name.replace(".", "/") + ".py": LEAVES for name in sorted(LEAVES)},
+    "hpcompat/contract/*.py": {*LEAVES, "hpcompat.contract"},
+    "hpcompat/core/*.py": {*LEAVES, "hpcompat.contract", "hpcompat.core"},
+}
+
+
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    return graph_of(ROOT)
+
+
+def from_above(name: str, imports: dict[str, set[str]], allowed: set[str]) -> set[str]:
+    """What module ``name`` imports of the library besides ``allowed`` modules and packages."""
+    return {other for other in imports[name] if allowed.isdisjoint({other, other.rpartition(".")[0]})}
+
+
+@pytest.mark.parametrize("pattern", FLOORS)
+def test_a_floor_imports_nothing_above_it(pattern: str) -> None:
+    names = [path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in ROOT.glob(pattern)]
+    assert names
+    names = [name.removesuffix(".__init__") for name in names]
+    assert {name: found for name in names if (found := from_above(name, graph(), FLOORS[pattern]))} == {}
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    assert [" -> ".join(circle) for circle in circles(graph())] == []
+
+
+PLANTED = {
+    "nothing": ({}, []),
+    "for type checkers, over a package of three": (
+        {
+            "hpcompat.contract.low": "if TYPE_CHECKING:\n    from hpcompat.core.high import High",
+            "hpcompat.core.high": "from hpcompat.core import middle",
+            "hpcompat.core.middle": "import hpcompat.contract.low",
+        },
+        [["hpcompat.contract.low", "hpcompat.core.high", "hpcompat.core.middle", "hpcompat.contract.low"]],
+    ),
+    "in a function, relative, in a backend": (
+        {
+            "hpcompat_torch.a": "def f():\n    from .b import g",
+            "hpcompat_torch.b": "from hpcompat_torch import a",
+        },
+        [["hpcompat_torch.a", "hpcompat_torch.b", "hpcompat_torch.a"]],
+    ),
+    "through the package": (
+        {"hpcompat.__init__": "from hpcompat.core.high import f", "hpcompat.core.high": "from hpcompat import f"},
+        [["hpcompat", "hpcompat.core.high", "hpcompat"]],
+    ),
+}
+
+
+def graph_of_modules(root: Path, sources: dict[str, str]) -> dict[str, set[str]]:
+    """Of modules with these names and sources, written below ``root`` where the packages are."""
+    folders = {package.rpartition("/")[2]: root / package for package in PACKAGES}
+    for name, source in sources.items():
+        package, *parts = name.split(".")
+        path = folders[package].joinpath(*parts).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return graph_of(root)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_circle_is_found(name: str, tmp_path: Path) -> None:
+    sources, expected = PLANTED[name]
+    straight = {"hpcompat.errors": "", "hpcompat.api": "from hpcompat import errors"}
+    assert circles(graph_of_modules(tmp_path, {**straight, **sources})) == expected
+
+
+def test_an_import_from_above_is_seen(tmp_path: Path) -> None:
+    source = "from hpcompat import errors\nif TYPE_CHECKING:\n    from hpcompat.registry import Backend"
+    imports = graph_of_modules(
+        tmp_path, {"hpcompat.registry": "", "hpcompat.errors": "", "hpcompat.contract.low": source}
+    )
+    allowed = FLOORS["hpcompat/contract/*.py"]
+    assert from_above("hpcompat.contract.low", imports, allowed) == {"hpcompat.registry"}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +184,7 @@ def test_plain_imports_are_no_breach() -> None:
 
 def test_there_is_a_library_to_check() -> None:
     names = {path.relative_to(LIBRARY).as_posix() for path in library_files()}
-    assert {"__init__.py", "registry.py", "backend.py"} <= names
+    assert {"__init__.py", "registry.py", "contract/backend.py"} <= names
 
 
 IMPORT_EVERYTHING = """

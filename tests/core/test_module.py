@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hpcompat
-from hpcompat.core.states import ShardedState
+from hpcompat.contract.states import ShardedState
 from hpcompat.errors import CapabilityError, UserError
 from hpcompat_conformance import numpy_reference as ref
 from schedules import expected, lines

@@ -16,7 +16,7 @@ import pytest
 
 import hpcompat
 from faults import Countdown, Fault, at_calls, at_events
-from hpcompat.core.states import ShardedState, TrainingState
+from hpcompat.contract.states import ShardedState, TrainingState
 from hpcompat_conformance import numpy_reference as ref
 from training import Net, Stack, assert_equal, batch, gradients, initialize, train, units, wrap, zero_grad
 

@@ -9,9 +9,10 @@ import pytest
 
 import hpcompat
 from faults import Fault, at_events
+from hpcompat.contract.states import ShardedState, TrainingState
 from hpcompat.core import events, prefetch
 from hpcompat.core.param_group import ParamGroup
-from hpcompat.core.states import GROUP_TRANSITIONS, SHARDED_TRANSITIONS, UNIT_TRANSITIONS, ShardedState, TrainingState
+from hpcompat.core.states import GROUP_TRANSITIONS, SHARDED_TRANSITIONS, UNIT_TRANSITIONS
 from hpcompat.core.unit import Unit
 from hpcompat_conformance import numpy_reference as ref
 from training import Net, Stack, batch, train, wrap

@@ -39,7 +39,7 @@ from mindspore import Tensor, ops
 
 from hpcompat_mindspore import autograd
 from hpcompat_mindspore.autograd import executor
-from hpcompat_mindspore.communicator import progress
+from hpcompat_mindspore.mpi import progress
 from hpcompat_mindspore.tensors import numpy_dtype
 
 Array = np.ndarray[Any, Any]

@@ -9,10 +9,9 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from hpcompat.backend import GroupTensors, Streams, WrapSpec
 from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
-from hpcompat.core.agreement import Notes
-from hpcompat.core.unit import Unit
+from hpcompat.contract.backend import WrapSpec
+from hpcompat.contract.scheduler import GroupTensors, HookedUnit, Notes, Streams
 from hpcompat.errors import CapabilityError
 from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo
 from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
@@ -39,7 +38,7 @@ _STATISTICS = frozenset({"moving_mean", "moving_variance", "running_mean", "runn
 
 
 class MindSporeBackend:
-    """Implements :class:`hpcompat.backend.Backend`."""
+    """Implements :class:`hpcompat.contract.backend.Backend`."""
 
     name = "mindspore"
     module_mixin = replicate_mixin = hooks.MindSporeModuleMixin
@@ -183,7 +182,7 @@ class MindSporeBackend:
 
     # Autograd
 
-    def install_hooks(self, unit: Unit) -> None:
+    def install_hooks(self, unit: HookedUnit) -> None:
         hooks.install(unit)
 
     def queue_final_callback(self, callback: Callable[[], None]) -> None:

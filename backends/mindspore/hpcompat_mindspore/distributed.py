@@ -8,7 +8,7 @@ import mindspore
 import numpy as np
 from mindspore import Tensor
 
-from hpcompat_mindspore import autograd, communicator, probe
+from hpcompat_mindspore import autograd, job, probe
 from hpcompat_mindspore.communicator import Communicator
 from hpcompat_mindspore.mesh import DeviceMesh
 
@@ -23,9 +23,9 @@ def init_process_group(*, device: str | None, timeout: timedelta | None) -> None
     if device is not None:
         mindspore.set_device(_target(device))  # before the probe, which computes: then it is too late
     probe.require()
-    communicator.world()
+    job.world()
     if timeout is not None:
-        communicator.set_timeout(timeout)
+        job.set_timeout(timeout)
     autograd.start_recording()
 
 
@@ -37,11 +37,11 @@ def _target(device: str) -> str:
 
 def destroy_process_group() -> None:
     autograd.stop_recording()
-    communicator.leave()
+    job.leave()
 
 
 def is_initialized() -> bool:
-    return communicator.has_joined()
+    return job.has_joined()
 
 
 def device_type() -> str:
@@ -49,19 +49,19 @@ def device_type() -> str:
 
 
 def get_rank(group: Communicator | None) -> int:
-    return (group or communicator.world()).rank()
+    return (group or job.world()).rank()
 
 
 def get_world_size(group: Communicator | None) -> int:
-    return (group or communicator.world()).size()
+    return (group or job.world()).size()
 
 
 def barrier(group: Communicator | None) -> None:
-    (group or communicator.world()).barrier()
+    (group or job.world()).barrier()
 
 
 def gather_bytes(data: bytes, group: Communicator | None) -> list[bytes]:
-    members = group or communicator.world()
+    members = group or job.world()
     memory = memory_of("CPU" if device_type() == "cpu" else "Ascend")
     mine = memory.read(Tensor(np.frombuffer(data, np.uint8)))
     everyone = memory.empty(members.size() * len(data), mindspore.uint8)

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import mindspore
 from mindspore import Parameter, Tensor
 
-from hpcompat.core.states import TrainingState
+from hpcompat.contract.states import TrainingState
 from hpcompat_mindspore import autograd
-from hpcompat_mindspore.collectives import ReductionInFlight
-from hpcompat_mindspore.communicator import progress
+from hpcompat_mindspore.mpi import progress
 from hpcompat_mindspore.param import ShardedParam, param_of
+from hpcompat_mindspore.reduction import ReductionInFlight
 
 if TYPE_CHECKING:
-    from hpcompat.backend import ReduceRequest
+    from hpcompat.contract.scheduler import ReduceRequest
     from hpcompat_mindspore.tensors import Buffer, Memory
 
 _NOTHING = Tensor(0.0, mindspore.float32)
@@ -231,6 +231,14 @@ def start_reduce(bucket: GradientBucket, request: ReduceRequest, *, memory: Memo
         out = memory.read(request.comm.allocate((numel,), dtype=bucket.reduce_dtype, device=device))
     flat = memory.pack(columns, bucket.reduce_dtype, out=out)
     bucket.grads = []  # the copies are made: let autograd's memory go
-    reduction = ReductionInFlight(bucket, flat, request=request, memory=memory, device=device)
+    reduction = ReductionInFlight(
+        bucket.params,
+        request=request,
+        reduce_dtype=bucket.reduce_dtype,
+        orig_dtype=bucket.orig_dtype,
+        flat=flat,
+        memory=memory,
+        device=device,
+    )
     reduction.issue()
     return reduction

@@ -21,22 +21,24 @@ from typing import TYPE_CHECKING, Any
 import mindspore
 import numpy as np
 
-from hpcompat.core.states import ShardedState, TrainingState
+from hpcompat.contract.states import ShardedState, TrainingState
 from hpcompat.errors import CapabilityError
 from hpcompat_mindspore import autograd, collectives, gradients
 from hpcompat_mindspore.autograd import executor
-from hpcompat_mindspore.collectives import GatherInFlight, ReductionInFlight
-from hpcompat_mindspore.communicator import progress
+from hpcompat_mindspore.collectives import GatherInFlight
+from hpcompat_mindspore.mpi import progress
 from hpcompat_mindspore.param import ShardedParam, Shown, places_of
+from hpcompat_mindspore.reduction import ReductionInFlight
 from hpcompat_mindspore.tensors import Buffer, is_floating, memory_of, numpy_dtype
 
 if TYPE_CHECKING:
-    from hpcompat.backend import GatherRequest, ReduceRequest, WrapSpec
+    from hpcompat.contract.backend import WrapSpec
+    from hpcompat.contract.scheduler import GatherRequest, ReduceRequest
     from hpcompat.mesh import FSDPMeshInfo
 
 
 class GroupTensors:
-    """Implements :class:`hpcompat.backend.GroupTensors` for MindSpore."""
+    """Implements :class:`hpcompat.contract.scheduler.GroupTensors` for MindSpore."""
 
     def __init__(self, spec: WrapSpec) -> None:
         self._spec = spec

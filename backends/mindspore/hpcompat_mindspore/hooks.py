@@ -24,11 +24,10 @@ from hpcompat_mindspore.param import param_of
 from hpcompat_mindspore.tensors import cast_floating, memory_of
 
 if TYPE_CHECKING:
-    from hpcompat.core.param_group import ParamGroup
-    from hpcompat.core.unit import Unit
+    from hpcompat.contract.scheduler import HookedGroup, HookedUnit
 
 
-def install(unit: Unit) -> None:
+def install(unit: HookedUnit) -> None:
     """Hooks on every cell of ``unit``: forward, state dict, load."""
     is_list = len(unit.modules) > 1
     for index, module in enumerate(unit.modules):
@@ -48,7 +47,7 @@ def install(unit: Unit) -> None:
             gradients.make_gradient_own(parameter, memory_of(unit.device))
 
 
-def _hooks(unit: Unit, index: int) -> tuple[Callable[..., tuple[Args, Kwargs]], Callable[..., Any]]:
+def _hooks(unit: HookedUnit, index: int) -> tuple[Callable[..., tuple[Args, Kwargs]], Callable[..., Any]]:
     def pre_forward_hook(cell: nn.Cell, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return AROUND.before(unit, index, args, kwargs)
 
@@ -58,7 +57,7 @@ def _hooks(unit: Unit, index: int) -> tuple[Callable[..., tuple[Args, Kwargs]], 
     return pre_forward_hook, post_forward_hook
 
 
-def _reshard_hook(group: ParamGroup) -> Callable[..., None]:
+def _reshard_hook(group: HookedGroup) -> Callable[..., None]:
     def reshard_hook(*args: Any, **kwargs: Any) -> None:
         group.to_sharded()
 
@@ -73,7 +72,7 @@ class MindSporeAround(AroundForward):
 
     tree = TensorTree(Tensor, requires_grad=autograd.requires_grad, atoms=(mindspore.Type,), opaque=(nn.Cell,))
 
-    def begin(self, unit: Unit) -> None:
+    def begin(self, unit: HookedUnit) -> None:
         autograd.resume_recording()
 
     def is_recording(self) -> bool:
@@ -85,16 +84,16 @@ class MindSporeAround(AroundForward):
     def cast(self, tensor: Tensor, dtype: Any) -> Tensor:
         return cast_floating(tensor, dtype)
 
-    def enter_root(self, unit: Unit) -> None:
+    def enter_root(self, unit: HookedUnit) -> None:
         autograd.forget_shapes()
 
-    def leave_root(self, unit: Unit) -> None:
+    def leave_root(self, unit: HookedUnit) -> None:
         autograd.forget_shapes()
 
-    def watch_inputs(self, group: ParamGroup, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def watch_inputs(self, group: HookedGroup, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return autograd.watch(tensors, group.post_backward)
 
-    def watch_output(self, unit: Unit, tensor: Tensor) -> None:
+    def watch_output(self, unit: HookedUnit, tensor: Tensor) -> None:
         tensor.register_hook(lambda grad: unit.pre_backward())
 
 
@@ -156,7 +155,7 @@ class MindSporeModuleMixin:
         return result
 
 
-def _units_below(module: Any) -> Iterable[Unit]:
+def _units_below(module: Any) -> Iterable[HookedUnit]:
     return dict.fromkeys(unit for _, cell in module.cells_and_names() if (unit := unit_of(cell)) is not None)
 
 

@@ -10,7 +10,8 @@ import mindspore
 import numpy as np
 
 from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from hpcompat_mindspore.communicator import Communicator, group_of, world
+from hpcompat_mindspore.communicator import Communicator
+from hpcompat_mindspore.job import group_of, world
 
 Ranks = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpcompat_mindspore.communicator import MPICommunicator, world
+from hpcompat_mindspore.job import world
+from hpcompat_mindspore.mpi import MPICommunicator
 
 _TAG = 1717
 # Nobody waits for an answer about an older step.
@@ -16,7 +17,7 @@ _inbox: dict[tuple[Ranks, str, int], str] = {}
 
 
 class MPINotes:
-    """Implements :class:`hpcompat.core.agreement.Notes`."""
+    """Implements :class:`hpcompat.contract.scheduler.Notes`."""
 
     def __init__(self, comm: Any, ranks: Ranks) -> None:
         self.num_contexts = self.num_unanswered = 0

@@ -20,7 +20,7 @@ from hpcompat_mindspore import autograd
 from hpcompat_mindspore.adam import Adam, AdamW
 from hpcompat_mindspore.arithmetic import is_host
 from hpcompat_mindspore.autograd import executor
-from hpcompat_mindspore.communicator import progress
+from hpcompat_mindspore.mpi import progress
 from hpcompat_mindspore.norm import clip_grad_norm_
 from hpcompat_mindspore.optimizer import Optimizer, drop_gradients, gradient_of
 from hpcompat_mindspore.param import Shown, param_of

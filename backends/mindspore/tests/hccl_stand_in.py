@@ -14,7 +14,8 @@ from mindspore.communication import GlobalComm
 from mindspore.mint import distributed
 
 from hpcompat.comm import ReduceOp
-from hpcompat_mindspore.communicator import MPICommunicator, group_of, world
+from hpcompat_mindspore.job import group_of, world
+from hpcompat_mindspore.mpi import MPICommunicator
 
 
 class StandIn:

@@ -195,7 +195,7 @@ def ranks_agree() -> None:
     give_gradients(model, random_gradients(model, step=3))
     norm = optim.clip_grad_norm_(named(model).values(), 1.0).asnumpy().reshape(1)
     everyone = np.empty(num_ranks(), np.float32)
-    from hpcompat_mindspore.communicator import world
+    from hpcompat_mindspore.job import world
 
     world().all_gather(everyone, norm).wait()
     assert len(set(everyone.tolist())) == 1

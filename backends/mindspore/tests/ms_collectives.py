@@ -11,7 +11,7 @@ import pytest
 
 from gloo_bits import DTYPES, PATH, SIZES, values
 from hpcompat.comm import ReduceOp
-from hpcompat_mindspore.communicator import group_of, groups, world
+from hpcompat_mindspore.job import group_of, groups, world
 from hpcompat_mindspore.mesh import DeviceMesh, init_device_mesh
 from hpcompat_mindspore.tensors import numpy_dtype
 

@@ -10,7 +10,7 @@ import mindspore
 
 from hccl_stand_in import StandIn
 from hpcompat import MixedPrecisionPolicy, Shard
-from hpcompat_mindspore import communicator, hccl
+from hpcompat_mindspore import hccl, job
 from hpcompat_mindspore.mesh import init_device_mesh
 from hpcompat_mindspore.param import param_of
 from ms_models import Net, initialize, named
@@ -21,13 +21,13 @@ from ms_truth import assert_close, follow, full_gradients, num_ranks, train, tru
 def ascend() -> Iterator[StandIn]:
     """Meshes and groups as on Ascend."""
     stand_in = StandIn()
-    kept = communicator._world, communicator._members, hccl.distributed
+    kept = job._world, job._members, hccl.distributed
     hccl.distributed = stand_in
-    communicator._world, communicator._members = hccl.join(), {}
+    job._world, job._members = hccl.join(), {}
     try:
         yield stand_in
     finally:
-        communicator._world, communicator._members, hccl.distributed = kept
+        job._world, job._members, hccl.distributed = kept
 
 
 def training(*, shape: tuple[int, ...], hidden: int = 10, **options: Any) -> None:

@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 
-from hpcompat_mindspore.communicator import world
+from hpcompat_mindspore.job import world
 
 
 def gather() -> list[float]:

@@ -11,7 +11,7 @@ from mindspore import Parameter, Tensor, nn
 
 import hpcompat
 from hpcompat_mindspore import autograd
-from hpcompat_mindspore.communicator import world
+from hpcompat_mindspore.job import world
 from hpcompat_mindspore.mesh import init_device_mesh
 from hpcompat_mindspore.param import full_tensor
 from ms_models import batch, loss_of, named

@@ -15,7 +15,7 @@ from hpcompat.cli import launch
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from hpcompat_mindspore.communicator import world
+from hpcompat_mindspore.job import world
 
 group = world()
 line = f"{group.size()} {os.environ['HPCOMPAT_BACKEND']} {os.environ['OMP_NUM_THREADS']} {sys.argv[2:]}"

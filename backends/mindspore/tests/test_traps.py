@@ -82,7 +82,7 @@ def test_graph_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_msrun_on_the_cpu_is_refused() -> None:
-    code = "from hpcompat_mindspore.communicator import world; world()"
+    code = "from hpcompat_mindspore.job import world; world()"
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_", "PMI"))}
     result = subprocess.run(
         [sys.executable, "-c", code],

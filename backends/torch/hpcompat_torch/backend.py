@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hpcompat.backend import GroupTensors, Streams, WrapSpec
 from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
-from hpcompat.core.agreement import Notes
-from hpcompat.core.unit import Unit
+from hpcompat.contract.backend import WrapSpec
+from hpcompat.contract.scheduler import GroupTensors, HookedUnit, Notes, Streams
 from hpcompat.errors import CapabilityError
 from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo
 from hpcompat.module import HSDPModule
@@ -29,7 +28,7 @@ from hpcompat_torch.streams import streams_of
 
 
 class TorchBackend:
-    """Implements :class:`hpcompat.backend.Backend`."""
+    """Implements :class:`hpcompat.contract.backend.Backend`."""
 
     name = "torch"
     module_mixin = hooks.TorchModuleMixin
@@ -182,7 +181,7 @@ class TorchBackend:
 
     # Autograd
 
-    def install_hooks(self, unit: Unit) -> None:
+    def install_hooks(self, unit: HookedUnit) -> None:
         hooks.install(unit)
         native_view.register(unit, is_replicated=unit.label == "Replicate")
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpcompat_torch.collectives import ReductionInFlight
+from hpcompat_torch.reduction import ReductionInFlight
 from hpcompat_torch.streams import on_stream
 
 if TYPE_CHECKING:
-    from hpcompat.backend import ReduceRequest
+    from hpcompat.contract.scheduler import ReduceRequest
     from hpcompat_torch.param import ShardedParam
 
 

@@ -19,22 +19,24 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hpcompat.contract.states import ShardedState
 from hpcompat.core.layout import align_up, contiguous_strides, offsets
-from hpcompat.core.states import ShardedState
 from hpcompat_torch import gradients
 from hpcompat_torch import tensors as t
-from hpcompat_torch.collectives import GatherInFlight, ReductionInFlight, begin_gather
+from hpcompat_torch.collectives import GatherInFlight, begin_gather
 from hpcompat_torch.mesh import spec_with_dtype
 from hpcompat_torch.param import REPLACED, ShardedParam, make_dtensor, places_of, post_forward_param
+from hpcompat_torch.reduction import ReductionInFlight
 from hpcompat_torch.streams import has_streams, on_stream
 
 if TYPE_CHECKING:
-    from hpcompat.backend import GatherRequest, ReduceRequest, WrapSpec
+    from hpcompat.contract.backend import WrapSpec
+    from hpcompat.contract.scheduler import GatherRequest, ReduceRequest
     from hpcompat.mesh import FSDPMeshInfo
 
 
 class GroupTensors:
-    """Implements :class:`hpcompat.backend.GroupTensors` for torch."""
+    """Implements :class:`hpcompat.contract.scheduler.GroupTensors` for torch."""
 
     def __init__(self, spec: WrapSpec) -> None:
         self._spec = spec

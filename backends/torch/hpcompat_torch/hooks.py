@@ -32,13 +32,12 @@ from hpcompat_torch.streams import has_streams
 from hpcompat_torch.tensors import cast_floating
 
 if TYPE_CHECKING:
-    from hpcompat.core.param_group import ParamGroup
-    from hpcompat.core.unit import Unit
+    from hpcompat.contract.scheduler import HookedGroup, HookedUnit
 
 logger = logging.getLogger("hpcompat")
 
 
-def install(unit: Unit) -> None:
+def install(unit: HookedUnit) -> None:
     """Hooks on every module of ``unit``: forward, state dict, load."""
     is_list = len(unit.modules) > 1
     for index, module in enumerate(unit.modules):
@@ -54,7 +53,7 @@ def install(unit: Unit) -> None:
             module.register_load_state_dict_post_hook(_rebind_hook(group))
 
 
-def _hooks(unit: Unit, index: int) -> tuple[Callable[..., tuple[Args, Kwargs]], Callable[..., Any]]:
+def _hooks(unit: HookedUnit, index: int) -> tuple[Callable[..., tuple[Args, Kwargs]], Callable[..., Any]]:
     def pre_forward_hook(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return AROUND.before(unit, index, args, kwargs)
 
@@ -64,14 +63,14 @@ def _hooks(unit: Unit, index: int) -> tuple[Callable[..., tuple[Args, Kwargs]], 
     return pre_forward_hook, post_forward_hook
 
 
-def _reshard_hook(group: ParamGroup) -> Callable[..., None]:
+def _reshard_hook(group: HookedGroup) -> Callable[..., None]:
     def reshard_hook(*args: Any, **kwargs: Any) -> None:
         group.to_sharded()
 
     return reshard_hook
 
 
-def _rebind_hook(group: ParamGroup) -> Callable[..., None]:
+def _rebind_hook(group: HookedGroup) -> Callable[..., None]:
     def rebind_hook(*args: Any, **kwargs: Any) -> None:
         group.tensors.rebind(flatten=False)  # type: ignore[attr-defined]
 
@@ -85,7 +84,7 @@ class _PostBackward(torch.autograd.Function):
     """Identity whose backward runs a group's post-backward once all gradients have arrived. [Note: post-backward]"""
 
     @staticmethod
-    def forward(ctx: Any, group: ParamGroup, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, group: HookedGroup, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
         return inputs
 
@@ -97,7 +96,7 @@ class _PostBackward(torch.autograd.Function):
         return (None, *grads)
 
 
-def _with_post_backward(group: ParamGroup, tensor: torch.Tensor) -> torch.Tensor:
+def _with_post_backward(group: HookedGroup, tensor: torch.Tensor) -> torch.Tensor:
     viewed = tensor.view_as(tensor)
 
     def post_backward(grad: torch.Tensor) -> None:
@@ -108,7 +107,7 @@ def _with_post_backward(group: ParamGroup, tensor: torch.Tensor) -> torch.Tensor
     return viewed
 
 
-def _gather_for_double_backward(unit: Unit, grad: torch.Tensor) -> None:
+def _gather_for_double_backward(unit: HookedUnit, grad: torch.Tensor) -> None:
     """Under ``create_graph=True`` a backward through a unit's backward comes in at the gradients of its inputs."""
     if grad is not None and grad.requires_grad:
         grad.register_hook(lambda _: unit.pre_backward())
@@ -122,11 +121,11 @@ class _PreBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(unit: Unit, output: torch.Tensor) -> torch.Tensor:
+    def forward(unit: HookedUnit, output: torch.Tensor) -> torch.Tensor:
         return output.view_as(output)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Unit, torch.Tensor], output: torch.Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[HookedUnit, torch.Tensor], output: torch.Tensor) -> None:
         ctx.unit = inputs[0]
 
     @staticmethod
@@ -139,7 +138,7 @@ class _PreBackward(torch.autograd.Function):
         return _PreBackward.apply(ctx.unit, tangent)  # type: ignore[no-any-return]
 
 
-def _warn_about_view(unit: Unit) -> None:
+def _warn_about_view(unit: HookedUnit) -> None:
     warnings.warn(
         f"the output of unit {unit.fqn!r} ({type(unit.modules[0]).__name__}) is a view: changing it in place (x += "
         "y) drops the hook that gathers the parameters for backward. Use out-of-place operations, or return "
@@ -174,22 +173,22 @@ class TorchAround(AroundForward):
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return cast_floating(tensor, dtype)
 
-    def enter_root(self, unit: Unit) -> Callable[[Any], Any] | None:
+    def enter_root(self, unit: HookedUnit) -> Callable[[Any], Any] | None:
         if not has_streams(unit.device):
             return None
         return lambda tensor: tensor.to(unit.device, non_blocking=True)
 
-    def watch_inputs(self, group: ParamGroup, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def watch_inputs(self, group: HookedGroup, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if len(tensors) == 1:
             return [_with_post_backward(group, tensors[0])]
         return _PostBackward.apply(group, *tensors)  # type: ignore[no-any-return]
 
-    def watch_output(self, unit: Unit, tensor: torch.Tensor) -> None:
+    def watch_output(self, unit: HookedUnit, tensor: torch.Tensor) -> None:
         if tensor._base is not None:
             _warn_about_view(unit)
         tensor.register_hook(lambda grad: unit.pre_backward())
 
-    def watch_outputs(self, unit: Unit, output: Any) -> Any:
+    def watch_outputs(self, unit: HookedUnit, output: Any) -> Any:
         output = super().watch_outputs(unit, output)
         if not torch._C._are_functorch_transforms_active():
             return output
@@ -280,7 +279,7 @@ class _WithMetadata(dict[str, Any]):
     _metadata: Any
 
 
-def _units_below(module: Any) -> Iterable[Unit]:
+def _units_below(module: Any) -> Iterable[HookedUnit]:
     return dict.fromkeys(unit for below in module.modules() if (unit := unit_of(below)) is not None)
 
 

@@ -14,7 +14,7 @@ _NUM_KEPT = 64
 
 
 class StoreNotes:
-    """Implements :class:`hpcompat.core.agreement.Notes`."""
+    """Implements :class:`hpcompat.contract.scheduler.Notes`."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.num_contexts = self.num_unanswered = 0

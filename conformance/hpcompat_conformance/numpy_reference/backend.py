@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
-from hpcompat.core.agreement import Notes
+from hpcompat.contract.scheduler import Notes
 from hpcompat.core.comm_ctx import NullStreams
 from hpcompat.errors import CapabilityError
 from hpcompat_conformance.numpy_reference import collectives, hooks, tape
@@ -18,7 +18,8 @@ from hpcompat_conformance.numpy_reference.module import Buffer, Module, Paramete
 from hpcompat_conformance.numpy_reference.world import Group, current_rank, notes_of
 
 if TYPE_CHECKING:
-    from hpcompat.backend import Streams, WrapSpec
+    from hpcompat.contract.backend import WrapSpec
+    from hpcompat.contract.scheduler import Streams
     from hpcompat.core.unit import Unit
     from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo
     from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
@@ -29,7 +30,7 @@ class ModuleMixin:
 
 
 class Ranks:
-    """Of :class:`hpcompat.distributed.Distributed` what may be asked about a model that exists."""
+    """Of :class:`hpcompat.contract.distributed.Distributed` what may be asked about a model that exists."""
 
     def get_rank(self, group: Group | None) -> int:
         return current_rank().number if group is None else group.index
@@ -39,7 +40,7 @@ class Ranks:
 
 
 class NumpyBackend:
-    """Implements :class:`hpcompat.backend.Backend`. ``device_streams`` stand in for those of an accelerator."""
+    """Implements :class:`hpcompat.contract.backend.Backend`. ``device_streams`` stand in for an accelerator's."""
 
     name = "numpy"
     module_mixin = replicate_mixin = ModuleMixin

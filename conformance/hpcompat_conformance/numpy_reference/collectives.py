@@ -14,7 +14,7 @@ from hpcompat.core import agreement
 from hpcompat_conformance.numpy_reference.world import Array, Call, Group, Work
 
 if TYPE_CHECKING:
-    from hpcompat.backend import GatherRequest, ReduceRequest, Streams
+    from hpcompat.contract.scheduler import GatherRequest, ReduceRequest, Streams
     from hpcompat_conformance.numpy_reference.param import ShardedParam
 
 
@@ -78,7 +78,7 @@ def _begin(work: Work, async_op: bool) -> Work | None:
 
 
 class GatherInFlight:
-    """Implements :class:`hpcompat.backend.Gather`; ``output`` is ``[ranks, elements per rank]``."""
+    """Implements :class:`hpcompat.contract.scheduler.Gather`; ``output`` is ``[ranks, elements per rank]``."""
 
     def __init__(self, shard: Array, *, request: GatherRequest, streams: Streams) -> None:
         self.source = request.source
@@ -112,7 +112,7 @@ class GatherInFlight:
 
 
 class ReductionInFlight:
-    """Implements :class:`hpcompat.backend.Reduction`. All that it needs to finish came with its request."""
+    """Implements :class:`hpcompat.contract.scheduler.Reduction`. All that it needs to finish came with its request."""
 
     def __init__(
         self, params: Sequence[ShardedParam], flat: Array, *, orig_dtype: Any, request: ReduceRequest, streams: Streams

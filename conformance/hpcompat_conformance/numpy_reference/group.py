@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcompat.core.states import ShardedState
+from hpcompat.contract.states import ShardedState
 from hpcompat_conformance.numpy_reference.collectives import GatherInFlight, ReductionInFlight
 from hpcompat_conformance.numpy_reference.param import ShardedParam
 from hpcompat_conformance.numpy_reference.world import Array
 
 if TYPE_CHECKING:
-    from hpcompat.backend import GatherRequest, ReduceRequest, Streams, WrapSpec
+    from hpcompat.contract.backend import WrapSpec
+    from hpcompat.contract.scheduler import GatherRequest, ReduceRequest, Streams
     from hpcompat.mesh import FSDPMeshInfo
 
 
@@ -32,7 +33,7 @@ class GradientBucket:
 
 
 class GroupTensors:
-    """Implements :class:`hpcompat.backend.GroupTensors`. Every method is what the protocol says about it."""
+    """Implements :class:`hpcompat.contract.scheduler.GroupTensors`. Every method is what the protocol says about it."""
 
     def __init__(self, spec: WrapSpec, *, streams: Streams) -> None:
         self._streams = streams

@@ -197,7 +197,7 @@ class Group:
 
 
 class WorldNotes:
-    """Implements :class:`hpcompat.core.agreement.Notes`."""
+    """Implements :class:`hpcompat.contract.scheduler.Notes`."""
 
     def __init__(self, ranks: tuple[int, ...], rank: Rank) -> None:
         self.num_contexts = self.num_unanswered = 0

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from hpcompat_conformance.framework import Collective
-from hpcompat_mindspore.communicator import LocalCommunicator, MPICommunicator
+from hpcompat_mindspore.communicator import LocalCommunicator
+from hpcompat_mindspore.mpi import MPICommunicator
 
 CLASSES = (LocalCommunicator, MPICommunicator)
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")

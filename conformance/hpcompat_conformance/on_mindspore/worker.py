@@ -8,13 +8,13 @@ from collections.abc import Callable
 import mindspore
 
 from hpcompat_conformance.context import WorkerContext
-from hpcompat_mindspore import autograd, communicator
+from hpcompat_mindspore import autograd, job
 
 
 def set_up(context: WorkerContext) -> Callable[[], dict[str, int]]:
     """Join the ranks. Returns the tidying that the pool runs after each job."""
     mindspore.set_device("CPU")
-    world = communicator.world()
+    world = job.world()
     assert (world.rank(), world.size()) == (context.rank, context.world_size)
     world.barrier()
     autograd.start_recording()
@@ -30,4 +30,4 @@ def _tidy() -> dict[str, int]:
     autograd.executor.set_enable_grad(True)
     autograd.disable_backward_compat()
     autograd.start_recording()
-    return {str(group.ranks): group.num_issued for group in communicator.groups() if group.size() > 1}
+    return {str(group.ranks): group.num_issued for group in job.groups() if group.size() > 1}

@@ -10,7 +10,7 @@ import mindspore
 from mindspore import Parameter, Tensor, nn, ops
 
 from hpcompat_mindspore import autograd, collectives
-from hpcompat_mindspore.communicator import world
+from hpcompat_mindspore.job import world
 from hpcompat_mindspore.mesh import init_device_mesh
 from hpcompat_mindspore.param import full_tensor
 

@@ -27,7 +27,7 @@ from behaviour.models import (
 )
 from behaviour.registry import behaviour
 from hpcompat import MixedPrecisionPolicy
-from hpcompat.core.states import TrainingState
+from hpcompat.contract.states import TrainingState
 
 
 class Trap(nn.Module):

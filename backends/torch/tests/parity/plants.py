@@ -93,7 +93,7 @@ def wrong_all_reduce_group() -> AbstractContextManager[Any]:
 
 def no_all_reduce() -> AbstractContextManager[Any]:
     """HSDP's all-reduce is left out: each replica keeps its own sum."""
-    from hpcompat_torch.collectives import ReductionInFlight
+    from hpcompat_torch.reduction import ReductionInFlight
 
     return mock.patch.object(ReductionInFlight, "_all_reduce")
 
@@ -119,8 +119,8 @@ def one_ulp() -> AbstractContextManager[Any]:
 
 def wrong_prefetch() -> AbstractContextManager[Any]:
     """Backward always prefetches the unit whose forward ran first."""
+    from hpcompat.contract.states import TrainingState
     from hpcompat.core import prefetch
-    from hpcompat.core.states import TrainingState
 
     def first_of_all(group: Any) -> None:
         prefetch.prefetch(group.comm_ctx.post_forward_order[0], TrainingState.PRE_BACKWARD)
@@ -130,8 +130,8 @@ def wrong_prefetch() -> AbstractContextManager[Any]:
 
 def no_gather_for_backward() -> AbstractContextManager[Any]:
     """Parameters are kept after forward although they should be freed: the numbers are right, the traffic is not."""
+    from hpcompat.contract.states import TrainingState
     from hpcompat.core.param_group import ParamGroup
-    from hpcompat.core.states import TrainingState
 
     original = ParamGroup.reshard
 

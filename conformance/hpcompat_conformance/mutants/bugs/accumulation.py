@@ -107,7 +107,7 @@ def only_the_last_partial_sum(plant: Plant) -> None:
         for param in reduction.params:
             param.partial_grad = None
 
-    plant.before("hpcompat_torch.collectives:ReductionInFlight._keep_partial", forget)
+    plant.before("hpcompat_torch.reduction:ReductionInFlight._keep_partial", forget)
 
 
 @mutant("ACC-05")

@@ -9,7 +9,7 @@ from hpcompat_conformance.mutants.plant import Plant, mutant
 
 MODULE = "hpcompat.module:HSDPModule"
 TENSORS = "hpcompat_torch.group:GroupTensors"
-REDUCTION = "hpcompat_torch.collectives:ReductionInFlight"
+REDUCTION = "hpcompat_torch.reduction:ReductionInFlight"
 
 
 @mutant("COM-07")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from hpcompat.core.unit import unit_of
 from hpcompat_conformance.mutants.plant import Plant, mutant
 
 UNIT = "hpcompat.core.unit:Unit"
@@ -39,7 +40,7 @@ def registered_methods_never_free(plant: Plant) -> None:
 @mutant("ENT-03")
 def parameters_in_two_units(plant: Plant) -> None:
     """A parameter that two units share is accepted: it trains as two parameters."""
-    plant.instead("hpcompat.core.iteration:_check_single_owner")
+    plant.instead("hpcompat.core.unit:_check_single_owner")
 
 
 @mutant("LIF-07", "ENT-03")
@@ -79,7 +80,7 @@ def a_second_root(plant: Plant) -> None:
 
     def forget(original: Any, root: Any, **options: Any) -> None:
         for _, module in root.backend.named_modules(root.modules[0]):
-            unit = options["unit_of"](module)
+            unit = unit_of(module)
             if unit is not None:
                 unit.is_root = None
         original(root, **options)

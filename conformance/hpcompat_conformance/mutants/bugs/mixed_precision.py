@@ -30,7 +30,7 @@ def through_the_parameter_dtype(plant: Plant) -> None:
         if dtype != reduction.output.dtype:
             reduction.output.copy_(reduction.output.to(dtype))
 
-    plant.before("hpcompat_torch.collectives:ReductionInFlight._deliver", narrow)
+    plant.before("hpcompat_torch.reduction:ReductionInFlight._deliver", narrow)
 
 
 @mutant("MPR-02")
@@ -47,7 +47,7 @@ def a_narrow_all_reduce(plant: Plant) -> None:
         original(reduction, async_op=False)
         reduction.output = wide.copy_(reduction.output)
 
-    plant.around("hpcompat_torch.collectives:ReductionInFlight._all_reduce", narrow)
+    plant.around("hpcompat_torch.reduction:ReductionInFlight._all_reduce", narrow)
 
 
 @mutant("MPR-03")
@@ -57,7 +57,7 @@ def gradients_stay_in_the_reduce_dtype(plant: Plant) -> None:
     def as_reduced(reduction: Any) -> None:
         reduction.orig_dtype = reduction.output.dtype
 
-    plant.before("hpcompat_torch.collectives:ReductionInFlight._deliver", as_reduced)
+    plant.before("hpcompat_torch.reduction:ReductionInFlight._deliver", as_reduced)
 
 
 @mutant("MPR-05")

@@ -8,7 +8,7 @@ from typing import Any
 from hpcompat_conformance.mutants.plant import Plant, mutant
 
 PLAN = "hpcompat.core.param_group:divide_plan"
-REDUCTION = "hpcompat_torch.collectives:ReductionInFlight"
+REDUCTION = "hpcompat_torch.reduction:ReductionInFlight"
 
 
 def sum_op() -> Any:

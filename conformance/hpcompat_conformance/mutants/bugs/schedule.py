@@ -14,8 +14,8 @@ def prefetch_the_wrong_unit(plant: Plant) -> None:
     """Backward always prefetches the unit that ran first in forward."""
 
     def first_of_all(original: Any, group: Any) -> None:
+        from hpcompat.contract.states import TrainingState
         from hpcompat.core import prefetch
-        from hpcompat.core.states import TrainingState
 
         prefetch.prefetch(group.comm_ctx.post_forward_order[0], TrainingState.PRE_BACKWARD)
 
@@ -39,8 +39,8 @@ def the_list_comes_on_top_of_the_guess(plant: Plant) -> None:
     """A unit with a backward prefetch list prefetches the unit that ran before it as well."""
 
     def both(units: Any) -> None:
+        from hpcompat.contract.states import TrainingState
         from hpcompat.core import prefetch
-        from hpcompat.core.states import TrainingState
 
         for unit in list(units):
             order = unit.comm_ctx.post_forward_order

@@ -1,4 +1,4 @@
-"""All that a backend implements. The scheduler decides when; a backend owns every tensor and never decides.
+"""What crosses the seam between the scheduler and a backend while a model trains.
 
 The seam is a param group wide, not a parameter wide: one call moves, registers or reduces everything that travels in
 one collective, so that the cost of the seam does not grow with the number of parameters.
@@ -6,25 +6,17 @@ one collective, so that the cost of the seam does not grow with the number of pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
-from hpcompat.core.divide import DividePlan
-from hpcompat.core.states import ShardedState
-from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo
+from hpcompat.contract.distributed import Distributed
+from hpcompat.contract.states import ForwardEntry, ShardedState, TrainingState
+from hpcompat.mesh import FSDPMeshInfo
+from hpcompat.policy import MixedPrecisionPolicy
 
-if TYPE_CHECKING:
-    from hpcompat.core.agreement import Notes, Pledge
-    from hpcompat.core.around import AroundForward
-    from hpcompat.core.param_group import ParamGroup
-    from hpcompat.core.unit import Unit
-    from hpcompat.distributed import Distributed
-    from hpcompat.optim import Optim
-    from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
-    from hpcompat.record import Checkpoint
-    from hpcompat.training import Training
+# Streams
 
 
 class Stream(Protocol):
@@ -45,6 +37,9 @@ class Streams(Protocol):
 
     def current(self) -> Stream: ...
     def create(self, *, high_priority: bool) -> Stream: ...
+
+
+# Collectives in flight
 
 
 class Gather(Protocol):
@@ -86,6 +81,111 @@ class GradientBucket(Protocol):
         ...
 
 
+# The scheduler's side, as far as a backend uses it
+
+
+class HookedUnit(Protocol):
+    """The modules of one ``fully_shard`` call. A backend's hooks on them call these methods."""
+
+    fqn: str
+
+    @property
+    def modules(self) -> tuple[Any, ...]: ...
+    @property
+    def groups(self) -> Sequence[HookedGroup]: ...
+    @property
+    def device(self) -> Any: ...
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy: ...
+    @property
+    def is_forward_root(self) -> bool:
+        """Whether the running forward began with this unit."""
+        ...
+
+    def pre_forward(self, index: int = 0) -> ForwardEntry:
+        """Before forward of member ``index`` of ``modules``."""
+        ...
+
+    def post_forward(self, index: int = 0, *, in_backward: bool, records: bool = True) -> Sequence[HookedUnit]:
+        """After forward of member ``index``. ``records`` says whether there may be a backward.
+
+        Returns the units whose pre-backward hook belongs on the output: this one, and those that it completes.
+        """
+        ...
+
+    def pre_backward(self) -> None:
+        """At a gradient of an output."""
+        ...
+
+
+class ForwardHooks(Protocol):
+    """What happens around a forward. :class:`hpcompat.core.around.AroundForward` has the order of it."""
+
+    def before(
+        self, unit: Any, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the forward pre-hook of module ``index`` of ``unit`` does; gives what forward is called with."""
+        ...
+
+    def after(self, unit: Any, index: int, output: Any) -> Any:
+        """What the forward post-hook does; gives what the module returns."""
+        ...
+
+
+class HookedGroup(Protocol):
+    """The parameters of a unit that travel together. ``post_backward`` is called by a backend's hooks on the inputs."""
+
+    fqn: str
+    index: int
+    num_groups: int
+    training_state: TrainingState
+
+    @property
+    def tensors(self) -> GroupTensors:
+        """What the backend's ``make_group`` returned."""
+        ...
+
+    @property
+    def distributed(self) -> Distributed: ...
+    def post_backward(self) -> None:
+        """When the gradients of all inputs of the unit are there."""
+        ...
+
+    def to_sharded(self) -> None:
+        """Before the parameters are looked at from outside, as in ``state_dict``."""
+        ...
+
+
+class Pledge(Protocol):
+    """What this rank has promised the others about one reduction."""
+
+    def settle(self) -> None:
+        """After the collective, before its result is used.
+
+        Raises:
+            RuntimeError: another rank has reduced other gradients.
+        """
+        ...
+
+
+# Requests
+
+
+@dataclass(frozen=True)
+class DividePlan:
+    """One path of a gradient: divide by ``pre``, reduce-scatter, all-reduce, divide by ``post``.
+
+    ``None`` means no division. ``scatter_op`` and ``all_reduce_op`` are reductions that the group has; the argument of
+    ``ReduceOp.PREMUL_SUM`` is ``premul``.
+    """
+
+    pre: float | None
+    scatter_op: ReduceOp
+    all_reduce_op: ReduceOp
+    post: float | None
+    premul: float | None = None
+
+
 @dataclass(frozen=True)
 class GatherRequest:
     """How to gather: over which group, on which streams, with which collective."""
@@ -100,7 +200,7 @@ class GatherRequest:
     # False while this rank catches up: the others have had its part already, and the output is zeros.
     takes_part: bool = True
     # Whose collective it is, for :func:`hpcompat.core.failure.failed`.
-    owner: ParamGroup | None = None
+    owner: HookedGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +221,10 @@ class ReduceRequest:
     takes_part: bool = True
     # To be settled before the gradients are used. Waiting goes through hpcompat.core.agreement.
     pledge: Pledge | None = None
-    owner: ParamGroup | None = None
+    owner: HookedGroup | None = None
+
+
+# Tensors
 
 
 class GroupTensors(Protocol):
@@ -205,108 +308,27 @@ class GroupTensors(Protocol):
         ...
 
 
-class WrapSpec(NamedTuple):
-    """What one param group is made of, from :mod:`hpcompat.core.wrap` to ``Backend.make_group``."""
-
-    parameters: list[Any]
-    modules: tuple[Any, ...]
-    mesh_info: DataParallelMeshInfo
-    post_forward_mesh_info: FSDPMeshInfo | None
-    device: Any
-    placements: list[Any]
-    mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
-    fuse: bool
-    zero_copy: bool
+# Ranks
 
 
-class Backend(Protocol):
-    """One framework. Found by the entry point group ``hpcompat.backends``."""
+class Notes(Protocol):
+    """What some ranks leave for one another, outside of their collectives."""
 
-    name: str
-    # What comes between HSDPModule, or ReplicateModule, and the user's class.
-    module_mixin: type
-    replicate_mixin: type
+    # Kept by the scheduler, from 0: comm contexts that use these notes, and how often they went unanswered.
+    num_contexts: int
+    num_unanswered: int
 
-    # Rooms that the scheduler does not enter: the backend's modules of the same names.
-    distributed: Distributed
-    training: Training
-    checkpoint: Checkpoint
-    optim: Optim
-    around_forward: AroundForward
-
-    def owns(self, value: object) -> bool:
-        """Whether ``value`` is a module, a tensor, a mesh or an optimizer of the framework."""
+    @property
+    def rank(self) -> int:
+        """This one; like all ranks here a global one."""
         ...
 
-    def is_module(self, value: object) -> bool: ...
-    def probe(self) -> dict[str, object]: ...
-
-    def named_modules(self, module: Any) -> Iterable[tuple[str, Any]]: ...
-    def children(self, module: Any) -> Iterable[Any]: ...
-    def named_parameters(self, module: Any, *, recurse: bool) -> Iterator[tuple[str, Any]]:
-        """Every place of every parameter, shared ones included."""
+    @property
+    def others(self) -> Sequence[int]: ...
+    def leave(self, key: str, note: str) -> None:
+        """Let the others read ``note`` under ``key``; replaces an earlier one."""
         ...
 
-    def buffers(self, module: Any) -> Iterable[Any]: ...
-    def is_bare_container(self, module: Any) -> bool:
-        """A list or dict of modules without a forward of its own."""
+    def find(self, key: str, rank: int) -> str | None:
+        """What ``rank`` has left, or ``None`` if nothing yet. Does not wait."""
         ...
-
-    def parameter_uid(self, parameter: Any) -> int:
-        """A process-wide number that survives the parameter's replacement; stamped, never ``id()``."""
-        ...
-
-    def is_parameter(self, value: object) -> bool: ...
-    def is_scalar(self, parameter: Any) -> bool: ...
-
-    def default_mesh(self, names: tuple[str, ...] | None = None) -> Any: ...
-    def is_mesh(self, value: object) -> bool: ...
-    def device_of(self, mesh: Any) -> Any: ...
-    def submesh(self, mesh: Any, dims: DataParallelMeshDims) -> Any:
-        """The data-parallel mesh that ``dims`` picks from ``mesh``: [replicate,] [shard], each flattened to one
-        axis.
-        """
-        ...
-
-    def flatten(self, mesh: Any) -> Any:
-        """All axes of ``mesh`` as one."""
-        ...
-
-    def post_forward_mesh(self, mesh_info: FSDPMeshInfo, size: int) -> Any: ...
-    def separate_group(self, group: Any) -> Any:
-        """A new process group over the ranks of ``group``. Collective over them."""
-        ...
-
-    def notes(self, mesh_info: DataParallelMeshInfo, *, with_replicas: bool) -> Notes | None:
-        """The notes of all ranks of the mesh, or of those of this rank's replica; always the same object for the same
-        ranks, and ``None`` where there is no other rank or no way to leave notes.
-        """
-        ...
-
-    def supported_reductions(self, group: Any) -> frozenset[ReduceOp]: ...
-    def comm_for(self, kind: str, group: Any) -> tuple[AllGather, ReduceScatter]:
-        """Communication objects whose buffers come from ``kind``: ``"process_group"`` or ``"symm_mem"``.
-
-        Raises:
-            CapabilityError: the device has no such memory.
-        """
-        ...
-
-    def streams(self, device: Any) -> Streams: ...
-    def place(self, parameters: Sequence[Any], buffers: Sequence[Any], device: Any) -> None:
-        """Move original parameters and buffers to ``device``, in place; meta tensors stay."""
-        ...
-
-    def check_policies(self, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy, device: Any) -> None: ...
-    def make_group(self, spec: WrapSpec) -> GroupTensors: ...
-    def check_ready(self, module: Any) -> None:
-        """Before the first forward of a root.
-
-        Raises:
-            RuntimeError: a buffer at or below ``module`` is on the meta device.
-        """
-        ...
-
-    def install_hooks(self, unit: Unit) -> None: ...
-    def queue_final_callback(self, callback: Callable[[], None]) -> None: ...
