@@ -66,6 +66,12 @@ class Framework(Protocol):
     def mesh(self, shape: Sequence[int], *, axis_names: Sequence[str] | None = None) -> Any:
         """A CPU device mesh over ranks 0, 1, ... in row-major order."""
 
+    def mesh_that_adds_up(
+        self, shape: Sequence[int], *, axis_names: Sequence[str] | None = None
+    ) -> AbstractContextManager[Any]:
+        """A mesh over groups that, inside the block, add up where they are asked for an average, without an error, as
+        some transports do. Needs the capability ``"a transport that adds up"``."""
+
     def shard(self, dim: int) -> Any:
         """The placement that splits a tensor's dim ``dim``."""
 

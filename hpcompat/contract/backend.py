@@ -95,7 +95,12 @@ class Backend(Protocol):
         """
         ...
 
-    def supported_reductions(self, group: Any) -> frozenset[ReduceOp]: ...
+    def supported_reductions(self, group: Any, *, collective: str, device: Any) -> frozenset[ReduceOp]:
+        """The reductions that ``collective``, ``"reduce_scatter"`` or ``"all_reduce"``, is known to compute over
+        ``group`` on ``device``.
+        """
+        ...
+
     def comm_for(self, kind: str, group: Any) -> tuple[AllGather, ReduceScatter]:
         """Communication objects whose buffers come from ``kind``: ``"process_group"`` or ``"symm_mem"``.
 

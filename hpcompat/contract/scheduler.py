@@ -173,10 +173,12 @@ class Pledge(Protocol):
 
 @dataclass(frozen=True)
 class DividePlan:
-    """One path of a gradient: divide by ``pre``, reduce-scatter, all-reduce, divide by ``post``.
+    """One path of a gradient: divide by ``pre``, reduce-scatter, all-reduce, divide by ``owed``, call the hook, divide
+    by ``post``.
 
     ``None`` means no division. ``scatter_op`` and ``all_reduce_op`` are reductions that the group has; the argument of
-    ``ReduceOp.PREMUL_SUM`` is ``premul``.
+    ``ReduceOp.PREMUL_SUM`` is ``premul``. ``owed`` is the division that a reduction would have done which it lacks: the
+    hook gets the same on every group.
     """
 
     pre: float | None
@@ -184,6 +186,7 @@ class DividePlan:
     all_reduce_op: ReduceOp
     post: float | None
     premul: float | None = None
+    owed: float | None = None
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 The result is always ``scale * sum over the data-parallel ranks / divisor``, where the divisor is the user's factor or,
 without one, the number of data-parallel ranks (``shard_world_size * replicate_world_size``) for ``avg`` and 1 for
 ``sum``. How the division is spread over the path decides the bits, so where native FSDP2 works this module picks what
-it picks, and where the group has no such reduction it falls back to a sum and one division
-afterwards.
+it picks, and where the group has no such reduction it falls back to a sum and one division right after it, before
+anyone sees the result.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def divide_plan(request: DivideRequest) -> DividePlan:
         return DividePlan(None, ReduceOp.AVG, ReduceOp.SUM, None)
     if ReduceOp.PREMUL_SUM in request.supported:
         return DividePlan(None, ReduceOp.PREMUL_SUM, ReduceOp.SUM, None, premul=1 / request.factor)
-    return DividePlan(None, ReduceOp.SUM, ReduceOp.SUM, request.factor)
+    return DividePlan(None, ReduceOp.SUM, ReduceOp.SUM, None, owed=request.factor)
 
 
 def _average(request: DivideRequest) -> DividePlan:
@@ -60,7 +60,7 @@ def _average(request: DivideRequest) -> DividePlan:
         return DividePlan(None, ReduceOp.SUM, ReduceOp.SUM, None)
     if ReduceOp.AVG in request.supported:
         return DividePlan(None, ReduceOp.AVG, ReduceOp.AVG, None)
-    return DividePlan(None, ReduceOp.SUM, ReduceOp.SUM, float(request.data_parallel_size))
+    return DividePlan(None, ReduceOp.SUM, ReduceOp.SUM, None, owed=float(request.data_parallel_size))
 
 
 def _power_of_two_near_root(divisor: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hpcompat.comm import ReduceOp
 from hpcompat.contract.scheduler import DividePlan, GatherRequest, ReduceRequest
 from hpcompat.contract.states import ShardedState, TrainingState
 from hpcompat.core import agreement, events
@@ -397,11 +398,15 @@ class ParamGroup:
             self._plans[overflow_risk] = plan
         return plan
 
-    def _supported_reductions(self) -> Any:
-        groups = [group for group in (self._scatter_group(), self._all_reduce_group()) if group is not None]
-        supported = self.backend.supported_reductions(groups[0])
-        for group in groups[1:]:
-            supported &= self.backend.supported_reductions(group)
+    def _supported_reductions(self) -> frozenset[ReduceOp]:
+        """What all collectives of a reduction compute; over a shard axis of 1 there is no reduce-scatter."""
+        device = self.backend.device_of(self.mesh_info.mesh)
+        scatter_group = self._scatter_group() if self.shard_world_size > 1 else None
+        groups = (("reduce_scatter", scatter_group), ("all_reduce", self._all_reduce_group()))
+        supported = frozenset(ReduceOp)
+        for collective, group in groups:
+            if group is not None:
+                supported &= self.backend.supported_reductions(group, collective=collective, device=device)
         return supported
 
     def finalize_backward(self) -> None:

@@ -95,12 +95,12 @@ def test_with_overflow_risk_the_division_is_split(
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_without_premultiplied_sums_a_factor_divides_afterwards(replicas: int) -> None:
     # Native raises on gloo and on other libraries without PREMUL_SUM: ByteDance-Seed/VeOmni#241.
-    assert plan(factor=3.0, replicas=replicas, supported=NO_PREMUL) == DividePlan(None, SUM, SUM, 3.0)
+    assert plan(factor=3.0, replicas=replicas, supported=NO_PREMUL) == DividePlan(None, SUM, SUM, None, owed=3.0)
 
 
 def test_without_averages_the_default_divides_afterwards() -> None:
-    assert plan(shards=2, replicas=4, supported=SUM_ONLY) == DividePlan(None, SUM, SUM, 8.0)
-    assert plan(factor=2.0, supported=SUM_ONLY) == DividePlan(None, SUM, SUM, 2.0)
+    assert plan(shards=2, replicas=4, supported=SUM_ONLY) == DividePlan(None, SUM, SUM, None, owed=8.0)
+    assert plan(factor=2.0, supported=SUM_ONLY) == DividePlan(None, SUM, SUM, None, owed=2.0)
     assert plan(factor=2.0, supported=frozenset({SUM, PREMUL})) == DividePlan(None, PREMUL, SUM, None, premul=0.5)
 
 
@@ -119,7 +119,7 @@ def result(made: DividePlan, *, shards: int, replicas: int) -> float:
     value = 1.0 / (made.pre or 1.0)
     value *= {SUM: shards, AVG: 1, PREMUL: shards * (made.premul or 0)}[made.scatter_op] if shards > 1 else 1
     value *= {SUM: replicas, AVG: 1}[made.all_reduce_op] if replicas > 1 else 1
-    return value / (made.post or 1.0)
+    return value / (made.owed or 1.0) / (made.post or 1.0)
 
 
 REQUESTS = {

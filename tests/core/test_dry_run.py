@@ -76,7 +76,7 @@ def test_replicas_of_shards_reduce_over_both() -> None:
 def test_only_what_both_groups_have_is_used(
     reference: ref.NumpyBackend, monkeypatch: pytest.MonkeyPatch, lacking: int
 ) -> None:
-    def supported(group: Any) -> frozenset[hpcompat.ReduceOp]:
+    def supported(group: Any, **_: Any) -> frozenset[hpcompat.ReduceOp]:
         return frozenset({hpcompat.ReduceOp.SUM}) if group.size == lacking else frozenset(hpcompat.ReduceOp)
 
     monkeypatch.setattr(reference, "supported_reductions", supported)
@@ -84,6 +84,21 @@ def test_only_what_both_groups_have_is_used(
         mesh = ref.init_device_mesh((4, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
         train(wrap(initialize(Net()), mesh=mesh), batch())
     assert {call.op for call in rank.calls} == {None, "sum"}
+
+
+@pytest.mark.parametrize(("shape", "op"), [((8,), "sum"), ((4, 2), "sum"), ((8, 1), "avg")], ids=str)
+def test_a_reduction_that_one_collective_lacks_is_used_where_only_the_other_runs(
+    reference: ref.NumpyBackend, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], op: str
+) -> None:
+    def supported(group: Any, *, collective: str, device: str) -> frozenset[hpcompat.ReduceOp]:
+        lacks = collective == "reduce_scatter"
+        return frozenset({hpcompat.ReduceOp.SUM}) if lacks else frozenset(hpcompat.ReduceOp)
+
+    monkeypatch.setattr(reference, "supported_reductions", supported)
+    with ref.DryWorld(8).rank() as rank:
+        names = ("dp_replicate", "dp_shard")[-len(shape) :]
+        train(wrap(initialize(Net()), mesh=ref.init_device_mesh(shape, mesh_dim_names=names)), batch())
+    assert {call.op for call in rank.calls} - {None} == {op}
 
 
 def test_a_smaller_group_gathers_for_backward() -> None:

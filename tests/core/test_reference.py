@@ -86,6 +86,21 @@ def test_a_group_without_averages_averages(reductions: frozenset[ReduceOp]) -> N
     assert_equal(reduced(Net, shape=(2, 2), reductions=reductions), mean(Net, 4))
 
 
+@pytest.mark.parametrize("reductions", [frozenset(ReduceOp), NO_PREMUL, SUM_ONLY], ids=["all", "no premul", "sums"])
+@pytest.mark.parametrize("factor", [None, 2.0, 8.0])
+def test_the_hook_gets_the_same_whatever_the_group_has(reductions: frozenset[ReduceOp], factor: float | None) -> None:
+    def step(model: Any, rank: int) -> None:
+        if factor is not None:
+            model.a.set_gradient_divide_factor(factor)
+        model.a.set_all_reduce_hook(lambda shard: np.copyto(shard, np.abs(shard) + 1))
+        train(model, batch(rank))
+
+    expected = mean(Net, 4)
+    hooked = mean(Net, 4, divisor=factor)
+    expected |= {name: np.abs(value) + 1 for name, value in hooked.items() if name.startswith("a.")}
+    assert_equal(reduced(Net, shape=(2, 2), step=step, reductions=reductions), expected)
+
+
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
 def test_a_dtype_that_may_overflow_takes_the_split_path(shape: tuple[int, ...]) -> None:
     def make() -> Any:

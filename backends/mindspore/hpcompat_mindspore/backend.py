@@ -132,7 +132,7 @@ class MindSporeBackend:
     def notes(self, mesh_info: DataParallelMeshInfo, *, with_replicas: bool) -> Notes | None:
         return notes.notes_of(mesh.ranks_of(mesh_info, with_replicas=with_replicas))
 
-    def supported_reductions(self, group: Communicator) -> frozenset[ReduceOp]:
+    def supported_reductions(self, group: Communicator, *, collective: str, device: str) -> frozenset[ReduceOp]:
         return group.reductions
 
     def comm_for(self, kind: str, group: Communicator) -> tuple[AllGather, ReduceScatter]:

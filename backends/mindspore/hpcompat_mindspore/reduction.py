@@ -116,7 +116,7 @@ class ReductionInFlight:
         request, memory = self.request, self._memory
         if request.pledge is not None:
             request.pledge.settle()
-        output = self._output
+        output = self._divide(self._output, request.plan.owed)
         if request.hook is not None:
             output = self._call_hook(request.hook, output)
         output = self._divide(output, request.plan.post)

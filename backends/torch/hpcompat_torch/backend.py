@@ -20,7 +20,18 @@ from hpcompat.errors import CapabilityError
 from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo
 from hpcompat.module import HSDPModule
 from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
-from hpcompat_torch import checkpoint, collectives, distributed, hooks, mesh, native_view, notes, optim, training
+from hpcompat_torch import (
+    checkpoint,
+    collectives,
+    distributed,
+    hooks,
+    mesh,
+    native_view,
+    notes,
+    optim,
+    training,
+    transport,
+)
 from hpcompat_torch.group import GroupTensors as TorchGroupTensors
 from hpcompat_torch.native_view import NativeModule
 from hpcompat_torch.param import uid_of
@@ -56,8 +67,8 @@ class TorchBackend:
             "capabilities": {
                 "streams": accelerator is not None,
                 "backends": [name for name in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(name)],
-                "gloo reductions": sorted(op.value for op in collectives.REDUCTIONS["gloo"]),
-                "nccl reductions": sorted(op.value for op in collectives.REDUCTIONS["nccl"]),
+                "gloo reductions": transport.described("gloo", device_type="cpu"),
+                "nccl reductions": transport.described("nccl", device_type="cuda"),
                 "mesh concatenation (dp_mesh_dims, tensor parallel)": hasattr(DeviceMesh, "_concatenate"),
                 "pinned CPU offload": accelerator is not None,
                 "symmetric memory": False,
@@ -122,8 +133,8 @@ class TorchBackend:
     def notes(self, mesh_info: DataParallelMeshInfo, *, with_replicas: bool) -> Notes | None:
         return notes.notes_of(mesh.ranks_of(mesh_info, with_replicas=with_replicas))
 
-    def supported_reductions(self, group: Any) -> frozenset[ReduceOp]:
-        return collectives.supported_reductions(group)
+    def supported_reductions(self, group: Any, *, collective: str, device: torch.device) -> frozenset[ReduceOp]:
+        return transport.supported_reductions(group, collective=collective, device=device)
 
     def comm_for(self, kind: str, group: Any) -> tuple[AllGather, ReduceScatter]:
         return collectives.comm_for(kind, group)

@@ -19,16 +19,6 @@ from hpcompat_torch.streams import current_stream
 if TYPE_CHECKING:
     from hpcompat.contract.scheduler import GatherRequest, HookedGroup
 
-# Per process-group backend; a backend that is not listed is trusted with sums only.
-REDUCTIONS: dict[str, frozenset[ReduceOp]] = {
-    "nccl": frozenset(ReduceOp),
-    "gloo": frozenset({ReduceOp.SUM, ReduceOp.AVG}),
-}
-
-
-def supported_reductions(group: Any) -> frozenset[ReduceOp]:
-    return REDUCTIONS.get(dist.get_backend(group), frozenset({ReduceOp.SUM}))
-
 
 def reduce_op(op: ReduceOp, premul: float | None = None) -> Any:
     if op is ReduceOp.PREMUL_SUM:

@@ -123,6 +123,7 @@ class ReductionInFlight:
         if request.hook is not None:
             self._move_to_hook_stream(request)
         with on_stream(self.post_stream, device):
+            _divide(self.output, request.plan.owed)
             if request.hook is not None:
                 request.hook(self.output)
             _divide(self.output, request.plan.post)

@@ -17,12 +17,25 @@ from behaviour import (
     passes,
     recovery,
     states,
+    transport,
 )
 from behaviour.registry import Behaviour, behaviours_of
 from hpcompat_conformance.pool import PoolSet
 
 ALL = behaviours_of(
-    identity, kind, outputs, states, loading, gradients, frozen, options, recovery, edges, passes, containers
+    containers,
+    edges,
+    frozen,
+    gradients,
+    identity,
+    kind,
+    loading,
+    options,
+    outputs,
+    passes,
+    recovery,
+    transport,
+    states,
 )
 
 

@@ -57,6 +57,18 @@ def the_mean_whatever_the_mesh(ctx: Context) -> None:
         check_arrays(ctx.gradients(model), truth, what=f"gradient with {num_replicas} replicas")
 
 
+@case("RED-14", procs=(2, 4), requires=("a transport that adds up",), reports=("pytorch/pytorch#162338",))
+def the_mean_where_an_average_adds_up(ctx: Context) -> None:
+    truth = ctx.true_gradients(Chain(own=True))
+    for num_replicas in (size for size in (1, 2, 4) if ctx.world_size % size == 0):
+        shape, names = (num_replicas, ctx.world_size // num_replicas), ("replicate", "shard")
+        first = 1 if num_replicas == 1 else 0
+        with ctx.framework.mesh_that_adds_up(shape[first:], axis_names=names[first:]) as mesh:
+            model = ctx.shard(ctx.model(Chain(own=True)), units=UNITS, mesh=mesh)
+            ctx.train(model, ctx.inputs(Chain(own=True)))
+            check_arrays(ctx.gradients(model), truth, what=f"gradient with {num_replicas} replicas")
+
+
 @case("RED-03", procs=(1, 2, 4), reports=("ByteDance-Seed/VeOmni#241", "pytorch/torchtitan#2332"))
 def a_factor_of_the_number_of_ranks(ctx: Context) -> None:
     check_factor(ctx, float(ctx.world_size), mesh=ctx.mesh(), what="the usual factor")

@@ -111,7 +111,7 @@ class NumpyBackend:
     def notes(self, mesh_info: DataParallelMeshInfo, *, with_replicas: bool) -> Notes | None:
         return notes_of(ranks_of(mesh_info, with_replicas=with_replicas), mesh_info.mesh.rank)
 
-    def supported_reductions(self, group: Group) -> frozenset[ReduceOp]:
+    def supported_reductions(self, group: Group, *, collective: str, device: str) -> frozenset[ReduceOp]:
         return group.rank.world.reductions
 
     def comm_for(self, kind: str, group: Group) -> tuple[AllGather, ReduceScatter]:

@@ -170,6 +170,7 @@ class ReductionInFlight:
         self._wait()
         if self._request.pledge is not None:
             self._request.pledge.settle()
+        _divide(self._output, self._request.plan.owed)
         if self._request.hook is not None:
             self._move_to(self._request.all_reduce_stream)
             self._request.hook(self._output)

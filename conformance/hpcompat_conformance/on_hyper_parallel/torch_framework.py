@@ -19,6 +19,9 @@ from hpcompat_conformance.on_torch.framework import TorchFramework
 class HyperParallelTorchFramework(TorchFramework):
     """Distributed parameters are hyper-parallel's DTensors, which are not torch's."""
 
+    # Its meshes take no groups that others made.
+    capabilities = TorchFramework.capabilities - {"a transport that adds up"}
+
     def array(self, tensor: torch.Tensor) -> Array:
         if isinstance(tensor, hyper_parallel.DTensor):
             raise TypeError("expected a plain tensor, but got a DTensor: use local() or full()")

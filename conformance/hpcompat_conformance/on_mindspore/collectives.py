@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hpcompat.comm import ReduceOp
 from hpcompat_conformance.framework import Collective
 from hpcompat_mindspore.communicator import LocalCommunicator
 from hpcompat_mindspore.mpi import MPICommunicator
@@ -38,5 +39,27 @@ def _recording(original: Callable[..., Any], *, kind: str, log: list[Collective]
         sizes = [argument.size for argument in args if hasattr(argument, "dtype")]
         log[before:] = [Collective(kind, group.ranks, max(sizes), str(args[0].dtype))]
         return work
+
+    return stand_in
+
+
+@contextmanager
+def adding_up() -> Iterator[None]:
+    """Inside, MPI is what the transport of Ascend is: it adds up, and has no average."""
+    originals = {name: getattr(MPICommunicator, name) for name in ("reduce_scatter", "all_reduce", "reductions")}
+    try:
+        for name in ("reduce_scatter", "all_reduce"):
+            setattr(MPICommunicator, name, _adding(originals[name]))
+        MPICommunicator.reductions = frozenset({ReduceOp.SUM})
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(MPICommunicator, name, original)
+
+
+def _adding(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def stand_in(group: Any, *args: Any) -> Any:
+        return original(group, *args[:-1], ReduceOp.SUM)
 
     return stand_in

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class MindSporeFramework:
     """Sharded parameters are plain ones that show the shard."""
 
     name = "mindspore"
-    capabilities = frozenset({"bfloat16", "float16", "meta device"})
+    capabilities = frozenset({"bfloat16", "float16", "meta device", "a transport that adds up"})
 
     def versions(self) -> Mapping[str, str]:
         return {"mindspore": mindspore.__version__, "numpy": np.__version__}
@@ -61,6 +61,13 @@ class MindSporeFramework:
 
     def mesh(self, shape: Sequence[int], *, axis_names: Sequence[str] | None = None) -> DeviceMesh:
         return init_device_mesh("CPU", shape, mesh_dim_names=axis_names)
+
+    @contextmanager
+    def mesh_that_adds_up(
+        self, shape: Sequence[int], *, axis_names: Sequence[str] | None = None
+    ) -> Iterator[DeviceMesh]:
+        with collectives.adding_up():
+            yield self.mesh(shape, axis_names=axis_names)
 
     def shard(self, dim: int) -> hpcompat.Shard:
         return hpcompat.Shard(dim)

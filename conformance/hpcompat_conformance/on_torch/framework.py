@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hpcompat_conformance.framework import Array, Collective, Optimizer
-from hpcompat_conformance.on_torch import collectives, models
+from hpcompat_conformance.on_torch import collectives, models, transports
 from hpcompat_conformance.on_torch.names import dtype_name, dtype_named
 from hpcompat_conformance.recipes import Recipe
 
@@ -23,7 +23,7 @@ class TorchFramework:
     """Distributed parameters are DTensors."""
 
     name = "torch"
-    capabilities = frozenset({"bfloat16", "float16", "meta device"})
+    capabilities = frozenset({"bfloat16", "float16", "meta device", "a transport that adds up"})
 
     def versions(self) -> Mapping[str, str]:
         return {"torch": torch.__version__, "numpy": np.__version__}
@@ -49,6 +49,11 @@ class TorchFramework:
 
     def mesh(self, shape: Sequence[int], *, axis_names: Sequence[str] | None = None) -> DeviceMesh:
         return init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(axis_names) if axis_names else None)
+
+    def mesh_that_adds_up(
+        self, shape: Sequence[int], *, axis_names: Sequence[str] | None = None
+    ) -> AbstractContextManager[DeviceMesh]:
+        return transports.mesh_that_adds_up(shape, axis_names=axis_names)
 
     def shard(self, dim: int) -> Shard:
         return Shard(dim)

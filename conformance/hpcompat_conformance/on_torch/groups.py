@@ -47,12 +47,12 @@ class GroupShelf:
         self._num_taken.clear()
 
     def positions(self) -> dict[str, int]:
-        """The number of collectives issued on each group that this rank is in."""
+        """The number of collectives issued on each group that this rank is in; on those that count."""
         return {
-            f"ranks {','.join(map(str, key[0]))} #{index}": group._get_sequence_number_for_group()
+            f"ranks {','.join(map(str, key[0]))} #{index}": count
             for key, shelf in self._groups.items()
             for index, group in enumerate(shelf)
-            if _is_alive(group) and group is not dist.GroupMember.NON_GROUP_MEMBER
+            if _is_alive(group) and (count := _count(group)) is not None
         }
 
 
@@ -68,3 +68,12 @@ def install() -> GroupShelf:
 
 def _is_alive(group: Any) -> bool:
     return group is dist.GroupMember.NON_GROUP_MEMBER or group in distributed_c10d._world.pg_map
+
+
+def _count(group: Any) -> int | None:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # a transport that is not one of torch's own
+        return None

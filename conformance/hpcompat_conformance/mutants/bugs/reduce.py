@@ -196,3 +196,15 @@ def replicas_drift_apart(plant: Plant) -> None:
             original(reduction, async_op=async_op)
 
     plant.around(f"{REDUCTION}._all_reduce", every_other)
+
+
+@mutant("RED-14")
+def every_transport_is_taken_to_average(plant: Plant) -> None:
+    """A reduction asks any process group for an average, whatever is known of it."""
+
+    def all_of_them(original: Any, *args: Any, **options: Any) -> Any:
+        from hpcompat.comm import ReduceOp
+
+        return original(*args, **options) | {ReduceOp.AVG}
+
+    plant.around("hpcompat_torch.transport:supported_reductions", all_of_them)
