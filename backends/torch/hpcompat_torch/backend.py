@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
 from hpcompat.contract.backend import WrapSpec
@@ -29,6 +28,7 @@ from hpcompat_torch import (
     native_view,
     notes,
     optim,
+    private,
     training,
     transport,
 )
@@ -169,7 +169,7 @@ class TorchBackend:
                     "Requires DTensor to have mesh of the same type as the FSDP mesh, but got "
                     f"{tensor.device_mesh.device_type} for a DTensor and {device.type} for FSDP"
                 )
-            if is_traceable_wrapper_subclass(tensor):
+            if private.is_traceable_wrapper_subclass(tensor):
                 with torch.no_grad():
                     moved = nn.Parameter(tensor.to(device), requires_grad=tensor.requires_grad)
                 torch.utils.swap_tensors(tensor, moved)

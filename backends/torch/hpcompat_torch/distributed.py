@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 # By the name: the function of this room has it too.
 from torch.distributed.device_mesh import init_device_mesh as make_mesh
 
-from hpcompat_torch import collectives
+from hpcompat_torch import collectives, private
 
 # Of all groups; torch gives it to the first one only.
 _timeout: timedelta | None = None
@@ -61,7 +61,7 @@ def with_timeout(mesh: DeviceMesh) -> DeviceMesh:
     for group in mesh.get_all_groups() if _timeout is not None else ():
         # hccl has a timeout of its own.
         if dist.get_backend(group) in ("gloo", "nccl"):
-            dist.distributed_c10d._set_pg_timeout(_timeout, group)
+            private.set_timeout_of_group(_timeout, group)
     return mesh
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hpcompat_torch import private
 from hpcompat_torch.reduction import ReductionInFlight
 from hpcompat_torch.streams import on_stream
 
@@ -141,7 +142,7 @@ def start_reduce(
     flat = allocate(per_rank * world_size)
     rows = [grad for grad in _as_rows(bucket, world_size) if grad.numel() > 0]
     if rows:
-        torch._chunk_cat(rows, dim=0, num_chunks=world_size, out=flat.view(world_size, -1))
+        private.chunk_cat(rows, dim=0, num_chunks=world_size, out=flat.view(world_size, -1))
     bucket.grads = []  # the copies are made: let autograd's memory go
     with on_stream(request.reduce_stream, device):
         output = allocate(per_rank) if world_size > 1 else flat

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcompat.contract.states import ShardedState
 from hpcompat.core.layout import align_up, contiguous_strides, offsets
-from hpcompat_torch import gradients
+from hpcompat_torch import gradients, private
 from hpcompat_torch import tensors as t
 from hpcompat_torch.collectives import GatherInFlight, begin_gather
 from hpcompat_torch.mesh import spec_with_dtype
@@ -274,7 +274,7 @@ class GroupTensors:
             return output, slot
         pieces = self._gather_pieces(source)
         slots = list(slot.split([piece.numel() for piece in pieces]))
-        torch._foreach_copy_(slots, pieces)
+        private.foreach_copy_(slots, pieces)
         return output, slot
 
     def _gather_pieces(self, source: ShardedState) -> list[torch.Tensor]:
@@ -316,7 +316,7 @@ class GroupTensors:
         if self._flat is not None and len(self.params) == 1:
             targets[0].view(-1).copy_(self._flat, non_blocking=True)
             return
-        torch._foreach_copy_([target.view(-1) for target in targets], [param.shard_data for param in self.params])
+        private.foreach_copy_([target.view(-1) for target in targets], [param.shard_data for param in self.params])
 
     # Registration
 

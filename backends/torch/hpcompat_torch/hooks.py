@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -26,6 +25,7 @@ from hpcompat.core.tree import TensorTree
 from hpcompat.core.unit import unit_of
 from hpcompat.errors import StateDictError
 from hpcompat.module import HSDPModule
+from hpcompat_torch import private
 from hpcompat_torch.native_view import NativeModule, NativeReplicateModule, StateView, refuse_unknown_methods, state_of
 from hpcompat_torch.param import ShardedParam, clear_gradient
 from hpcompat_torch.streams import has_streams
@@ -150,7 +150,7 @@ def _warn_about_view(unit: HookedUnit) -> None:
 
 def queue_final_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward ends."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    private.queue_callback(callback)
 
 
 class TorchAround(AroundForward):
@@ -168,7 +168,7 @@ class TorchAround(AroundForward):
         return torch.is_grad_enabled()
 
     def in_backward(self) -> bool:
-        return torch._C._current_graph_task_id() != -1
+        return private.graph_task_id() != -1
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return cast_floating(tensor, dtype)
@@ -190,7 +190,7 @@ class TorchAround(AroundForward):
 
     def watch_outputs(self, unit: HookedUnit, output: Any) -> Any:
         output = super().watch_outputs(unit, output)
-        if not torch._C._are_functorch_transforms_active():
+        if not private.is_in_functorch():
             return output
 
         def behind_node(tensor: torch.Tensor) -> torch.Tensor:

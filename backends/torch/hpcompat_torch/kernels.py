@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import optim
 from torch.optim.optimizer import Optimizer
-from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+
+from hpcompat_torch import private
 
 # In full precision their multi-tensor kernels give the bits of the loop, on the CPU.
 SAME_IN_FULL_PRECISION: tuple[type[Optimizer], ...] = (
@@ -70,7 +71,7 @@ def takes_foreach(optimizer: Optimizer, group: dict[str, Any], tensors: Sequence
     if not group.get("capturable") and any(_holds_tensor(value) for key, value in group.items() if key != "params"):
         return False
     devices = {tensor.device.type for tensor in tensors}
-    if devices <= set(_get_foreach_kernels_supported_devices()):
+    if devices <= set(private.devices_with_foreach()):
         return True
     return (
         devices == {"cpu"}

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from hpcompat_torch.mesh import spec_with_dtype
 from hpcompat_torch.param import make_dtensor
+from hpcompat_torch.private import AsyncCollectiveTensor
 
 PLAIN = frozenset({torch.Tensor, nn.Parameter})
 

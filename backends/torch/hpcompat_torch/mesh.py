@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from hpcompat.errors import CapabilityError
 from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from hpcompat_torch.distributed import device_type, with_timeout
+from hpcompat_torch.private import DTensorSpec, StridedShard, TensorMeta
 
 
 def default_mesh(names: tuple[str, ...] | None) -> DeviceMesh:
@@ -112,7 +112,7 @@ def _data_parallel_placements(info: DataParallelMeshInfo, shard: Placement) -> t
 
 def _shard_inside(shard_dim: int, split_factor: int) -> Placement:
     """``Shard``, or a strided one where ``split_factor`` pieces of the same dim are cut on later axes."""
-    return _StridedShard(shard_dim, split_factor=split_factor) if split_factor > 1 else Shard(shard_dim)
+    return StridedShard(shard_dim, split_factor=split_factor) if split_factor > 1 else Shard(shard_dim)
 
 
 def _tensor_parallel_spec(spec: DTensorSpec, name: str, info: DataParallelMeshInfo, shard_dim: int) -> ShardingSpec:
@@ -163,7 +163,7 @@ def _spmd_spec(spec: DTensorSpec, name: str, info: DataParallelMeshInfo, shard_d
         split = 1
         for other in later:
             placement = spec.placements[other]
-            if isinstance(placement, Shard | _StridedShard) and placement.dim == shard_dim:
+            if isinstance(placement, Shard | StridedShard) and placement.dim == shard_dim:
                 split *= mesh.size(other)
         placements[axis] = _shard_inside(shard_dim, split)
     sharded = DTensorSpec(mesh, tuple(placements), tensor_meta=spec.tensor_meta)

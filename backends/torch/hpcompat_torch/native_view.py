@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
 from hpcompat.core.unit import unit_of
 from hpcompat.errors import CapabilityError
+from hpcompat_torch.private import REGISTRY_KEY, STATE_KEY, RegistryItem
 
 if TYPE_CHECKING:
     from hpcompat.core.param_group import ParamGroup

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hpcompat.core.failure import naming
+from hpcompat_torch import private
 from hpcompat_torch.axes import NOWHERE, Atlas, Axis
 from hpcompat_torch.local import settled_gradient
 from hpcompat_torch.param import REPLACED, owner_of
@@ -50,7 +51,7 @@ def clip_grad_norm_(
         )
     coefficient = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     for _, same in _by_kind([grad for _, grad in gradients]):
-        torch._foreach_mul_(same, coefficient.to(same[0].device))
+        private.foreach_mul_(same, coefficient.to(same[0].device))
     return total
 
 
@@ -178,7 +179,7 @@ def _local_norms(
     for numbers, tensors in _by_kind(grads):
         if tensors[0].is_complex():  # the kernels would want a complex dtype for the sum
             tensors = [torch.view_as_real(grad) if order == 2 else grad.abs() for grad in tensors]
-        for number, norm in zip(numbers, torch._foreach_norm(tensors, order, dtype=dtype), strict=True):
+        for number, norm in zip(numbers, private.foreach_norm(tensors, order, dtype=dtype), strict=True):
             norms[number] = norm.to(home)
     return torch.stack(norms)
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from hpcompat_torch import private
 
 # Older ones have been read by all who wait for them: nobody comes that far ahead of the others.
 _NUM_KEPT = 64
@@ -21,7 +22,7 @@ class StoreNotes:
         self.rank = dist.get_rank()
         self.others = [rank for rank in ranks if rank != self.rank]
         self._prefix = f"hpcompat/{','.join(map(str, ranks))}"
-        self._store = distributed_c10d._get_default_store()
+        self._store = private.default_store()
         self._left: deque[str] = deque()
 
     def leave(self, key: str, note: str) -> None:

@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from hpcompat.core.layout import ShardLayout, contiguous_strides
 from hpcompat.errors import UserError
 from hpcompat.mesh import DataParallelMeshInfo, FSDPMeshInfo, shard_rank, shard_world_size
 from hpcompat.placement import is_shard
 from hpcompat_torch.mesh import sharding_spec, spec_with_dtype
+from hpcompat_torch.private import AsyncCollectiveTensor, DTensorSpec
 
 _uids = itertools.count()
 _UID = "_hpcompat_uid"

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 
 import torch
 
+from hpcompat_torch import private
+
 # Kernels may pick another path, with other rounding, for less aligned memory: as aligned as a fresh allocation.
 ALIGNMENT_BYTES = 64
 
@@ -24,7 +26,7 @@ def outside_transforms() -> Iterator[None]:
     """What is made here outlives the inference mode or the transform of ``torch.func`` that runs: it is a tensor of
     neither.
     """
-    with torch.inference_mode(False), torch._C._DisableFuncTorch():
+    with torch.inference_mode(False), private.OutsideFunctorch():
         yield
 
 

@@ -46,8 +46,8 @@ def transport_of(group: Any, device: torch.device) -> str:
 
 def known(name: str, *, collective: str, device_type: str) -> frozenset[ReduceOp]:
     """What is known to work; sums where nothing else is. [Note: averages that add up]"""
-    if name == "nccl":  # since before torch 2.7
-        return frozenset(ReduceOp)
+    if name == "nccl":  # all, since before torch 2.7
+        return frozenset(ReduceOp) if hasattr(dist, "_make_nccl_premul_sum") else AVERAGES
     if (name, device_type) != ("gloo", "cpu"):
         return SUMS
     if torch.__version__ >= FIRST_UNKNOWN:
