@@ -3,10 +3,11 @@
     {"implementation": NAME, "gaps": [{"case": ID, "procs": [2, 4], "versions": {"torch": "<2.14"}, "saying": TEXT,
                                        "reason": TEXT, "link": URL}]}
 
-``reason`` and ``link`` are required. ``procs`` limits the gap to these numbers of processes, ``versions`` to these
-versions of packages; ``saying`` is part of the failure's text, so that another failure of the same case is not taken
-for this one. ``"*"`` for a case means all that the entries before it do not name: for an implementation that does not
-get as far as a case.
+``reason`` and ``link`` are required. ``case`` may be a list of cases that fail alike. ``procs`` limits the gap to these
+numbers of processes, ``versions`` to these versions of packages (specifiers of PEP 440): those on which it was seen, so
+that a later one is looked at anew. ``saying`` is part of the failure's text, so that another failure of the case is not
+taken for this one. ``"*"`` for a case means all that the entries before it do not name: for an implementation that does
+not get as far as a case.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
 FOLDER = Path(__file__).parent / "xfails"
@@ -50,16 +51,29 @@ def within(bounds: Mapping[str, str], *, versions: Mapping[str, str]) -> bool:
 
 
 def load_gaps(path: Path, *, known_cases: Iterable[str]) -> list[Gap]:
-    """The gaps in a file. ValueError for a case that does not exist: such an entry is stale."""
+    """The gaps in a file, one for each case of each entry. ValueError for a case that does not exist (such an entry is
+    stale) and for a bound that is none."""
     known = {*known_cases, ANY_CASE}
     gaps = []
     for entry in json.loads(path.read_text(encoding="utf-8"))["gaps"]:
         procs: Sequence[int] | None = entry.get("procs")
-        gap = Gap(**{**entry, "procs": None if procs is None else tuple(procs)})
-        if gap.case not in known:
-            raise ValueError(f"expected {path.name} to name cases of the suite, but got {gap.case!r}: remove the entry")
-        gaps.append(gap)
+        cases = [entry["case"]] if isinstance(entry["case"], str) else entry["case"]
+        _check_bounds(entry.get("versions", {}), path=path)
+        for case in cases:
+            if case not in known:
+                raise ValueError(f"expected {path.name} to name cases of the suite, but got {case!r}: remove the entry")
+            gaps.append(Gap(**{**entry, "case": case, "procs": None if procs is None else tuple(procs)}))
     return gaps
+
+
+def _check_bounds(bounds: Mapping[str, str], *, path: Path) -> None:
+    for name, bound in bounds.items():
+        try:
+            SpecifierSet(bound)
+        except InvalidSpecifier:
+            raise ValueError(
+                f"expected {path.name} to bound {name} by version specifiers such as '>=2.9,<2.15', but got {bound!r}"
+            ) from None
 
 
 def implementation_of(path: Path) -> str:

@@ -182,6 +182,28 @@ def test_gaps_are_read_from_a_file(tmp_path: Path) -> None:
     assert load_gaps(path, known_cases=["a.b"]) == [Gap("a.b", "r", LINK, procs=(2,), versions={"toy": "<2"})]
     with pytest.raises(ValueError, match=r"toy\.json to name cases of the suite, but got 'a\.b': remove the entry"):
         load_gaps(path, known_cases=["a.c"])
+    path.write_text(json.dumps({"gaps": [{**entry, "case": ["a.b", "a.c"], "versions": {}}]}))
+    assert [one.case for one in load_gaps(path, known_cases=["a.b", "a.c"])] == ["a.b", "a.c"]
+    path.write_text(json.dumps({"gaps": [{**entry, "versions": {"toy": "before 2"}}]}))
+    with pytest.raises(ValueError, match=r"toy\.json to bound toy by version specifiers .* but got 'before 2'"):
+        load_gaps(path, known_cases=["a.b"])
+
+
+@pytest.mark.parametrize(
+    ("version", "holds"),
+    [
+        ("2.8.0+cu128", False),
+        ("2.9.0.dev20250901", True),
+        ("2.9.0+cu128", True),
+        ("2.14.1+cu130", True),
+        ("2.15.0.dev20270101+cpu", False),
+        ("2.15.0", False),
+    ],
+)
+def test_a_range_of_versions_holds_for_builds_and_previews(version: str, holds: bool) -> None:
+    bounded = gap("passes", versions={"torch": ">=2.9.dev0,<2.15"})
+    assert bounded.applies(bounded.case, procs=1, versions={"torch": version}) == holds
+    assert not bounded.applies(bounded.case, procs=1, versions={"numpy": version})
 
 
 def test_a_run_says_what_it_ran_on_and_the_headline_of_each_failure() -> None:

@@ -67,6 +67,18 @@ def test_expected_gaps_name_cases_reasons_links_and_bounds(path: Path) -> None:
         assert gap.link.startswith("https://")
 
 
+@pytest.mark.parametrize("path", sorted(expected.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_a_case_has_one_expected_gap_for_each_version(path: Path) -> None:
+    """Only the first that applies is looked at."""
+    gaps = [gap for gap in expected.load_gaps(path, known_cases=[one.id for one in all_cases()]) if gap.case != "*"]
+    for minor in range(7, 16):
+        versions = {"torch": f"2.{minor}.1", "hyper-parallel": "0.1.0", "mindspore": "2.10.0", "shims": "0"}
+        for one in all_cases():
+            for procs in one.procs:
+                applying = [gap for gap in gaps if gap.applies(one.id, procs=procs, versions=versions)]
+                assert len(applying) <= 1, f"{one.id} on {procs} with torch 2.{minor}: {applying}"
+
+
 def test_cases_name_no_framework_and_no_implementation() -> None:
     for file in Path(cases.__file__).parent.glob("*.py"):
         tree = ast.parse(file.read_text())

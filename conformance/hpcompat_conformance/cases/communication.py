@@ -261,7 +261,7 @@ def the_event_is_used_once(ctx: Context) -> None:
     check_equal(released, [0, 1, 2], what="events released by the next forward")
 
 
-@case("COM-11", procs=(2, 4), requires=("FSDPModule.set_allocate_memory_from_process_group_for_comm",))
+@case("COM-11", procs=(2, 4), requires=(*CUSTOM, "FSDPModule.set_allocate_memory_from_process_group_for_comm"))
 def memory_of_the_process_group(ctx: Context) -> None:
     def allocate(model: Any) -> None:
         for module in members(ctx, model):

@@ -11,6 +11,7 @@ from hpcompat_conformance.run_context import Context, steps
 from hpcompat_conformance.training import trained
 
 UNITS = ("layers.0", "layers.1", "layers.2")
+RESET = ("FSDPModule.reset_iter_state",)
 RECIPE = Chain(own=True)
 
 
@@ -68,32 +69,32 @@ def check_recovery(ctx: Context, *, path: str, in_backward: bool, num_replicas: 
     check_arrays(found, clean, what=f"after a failure in {where}:")
 
 
-@case("REC-01", procs=(1, 2, 4), reports=("pytorch/torchtitan#1329",))
+@case("REC-01", procs=(1, 2, 4), requires=RESET, reports=("pytorch/torchtitan#1329",))
 def after_a_failed_forward(ctx: Context) -> None:
     for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": True}):
         check_recovery(ctx, path="layers.1", in_backward=False, **options)
 
 
-@case("REC-01", procs=(4,), reports=("pytorch/torchtitan#1329",))
+@case("REC-01", procs=(4,), requires=RESET, reports=("pytorch/torchtitan#1329",))
 def after_a_failed_forward_under_hsdp_and_with_an_int(ctx: Context) -> None:
     check_recovery(ctx, path="layers.2", in_backward=False, num_replicas=2)
     check_recovery(ctx, path="layers.2", in_backward=False, reshard_after_forward=2)
 
 
-@case("REC-02", procs=(1, 2, 4), reports=("pytorch/torchtitan#1329",))
+@case("REC-02", procs=(1, 2, 4), requires=RESET, reports=("pytorch/torchtitan#1329",))
 def after_a_failed_backward(ctx: Context) -> None:
     for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": True}):
         for path in ("layers.1", ""):
             check_recovery(ctx, path=path, in_backward=True, **options)
 
 
-@case("REC-02", procs=(4,), reports=("pytorch/torchtitan#1329",))
+@case("REC-02", procs=(4,), requires=RESET, reports=("pytorch/torchtitan#1329",))
 def after_a_failed_backward_under_hsdp_and_with_an_int(ctx: Context) -> None:
     check_recovery(ctx, path="layers.0", in_backward=True, num_replicas=2)
     check_recovery(ctx, path="layers.0", in_backward=True, reshard_after_forward=2)
 
 
-@case("REC-03", procs=(1, 2, 4))
+@case("REC-03", procs=(1, 2, 4), requires=RESET)
 def gradients_without_synchronisation_are_dropped(ctx: Context) -> None:
     for reduce_dtype in (None, "float64"):
         policy = ctx.policy(reduce_dtype=reduce_dtype)
@@ -109,7 +110,7 @@ def gradients_without_synchronisation_are_dropped(ctx: Context) -> None:
         check_arrays(ctx.gradients(model), truth, what=f"gradient of the next batch with {policy}")
 
 
-@case("REC-03", procs=(1, 2, 4))
+@case("REC-03", procs=(1, 2, 4), requires=RESET)
 def between_two_microbatches(ctx: Context) -> None:
     model = ctx.shard(ctx.model(RECIPE), units=UNITS)
     for step in range(2):
@@ -124,7 +125,7 @@ def between_two_microbatches(ctx: Context) -> None:
         check_arrays(ctx.gradients(model), truth, what=f"gradient of step {step}")
 
 
-@case("REC-04", procs=(2, 4), reports=("pytorch/torchtitan#1329",))
+@case("REC-04", procs=(2, 4), requires=RESET, reports=("pytorch/torchtitan#1329",))
 def partial_sums_are_dropped(ctx: Context) -> None:
     model = ctx.shard(ctx.model(RECIPE), units=UNITS, mesh=ctx.mesh_2d(2))
     model.set_requires_all_reduce(False)
@@ -135,7 +136,7 @@ def partial_sums_are_dropped(ctx: Context) -> None:
     check_arrays(ctx.gradients(model), ctx.true_gradients(RECIPE, steps=(1,)), what="gradient of the next batch")
 
 
-@case("REC-05", procs=(1, 2, 4))
+@case("REC-05", procs=(1, 2, 4), requires=RESET)
 def before_the_first_forward(ctx: Context) -> None:
     for unshards in (False, True):
         model = ctx.shard(ctx.model(RECIPE), units=UNITS)
@@ -148,7 +149,7 @@ def before_the_first_forward(ctx: Context) -> None:
         check_arrays(ctx.gradients(model), ctx.true_gradients(RECIPE), what="gradient")
 
 
-@case("REC-06", procs=(1, 2))
+@case("REC-06", procs=(1, 2), requires=RESET)
 def not_on_the_root(ctx: Context) -> None:
     model = ctx.shard(ctx.model(RECIPE), units=UNITS)
     ctx.train(model, ctx.inputs(RECIPE))
@@ -156,7 +157,7 @@ def not_on_the_root(ctx: Context) -> None:
         ctx.framework.child(model, "layers.1").reset_iter_state()
 
 
-@case("REC-07", procs=(2, 4))
+@case("REC-07", procs=(2, 4), requires=RESET)
 def forms_and_collectives_after_a_reset(ctx: Context) -> None:
     for in_backward in (False, True):
         for policy in (True, False):
@@ -176,7 +177,7 @@ def forms_and_collectives_after_a_reset(ctx: Context) -> None:
             check_equal(ctx.schedule(log), expected, what="collectives of the step after the reset")
 
 
-@case("REC-08", procs=(1, 2, 4))
+@case("REC-08", procs=(1, 2, 4), requires=RESET)
 def settings_and_gradients_stay(ctx: Context) -> None:
     model = ctx.shard(ctx.model(RECIPE), units=UNITS)
     ctx.train(model, ctx.inputs(RECIPE, step=0))
@@ -193,7 +194,7 @@ def settings_and_gradients_stay(ctx: Context) -> None:
     check_arrays(ctx.gradients(model), truth, what="gradient with synchronisation off for layers.1")
 
 
-@case("REC-09", procs=(1, 2))
+@case("REC-09", procs=(1, 2), requires=RESET)
 def fifty_times(ctx: Context) -> None:
     model = ctx.shard(ctx.model(RECIPE), units=UNITS)
     faults = [Fault(ctx, model, path, in_backward=is_late) for path in ("layers.1", "") for is_late in (False, True)]
