@@ -11,6 +11,15 @@ class StateDictError(ValueError, RuntimeError):
     """A value that does not fit its parameter; torch raises ``RuntimeError`` for it."""
 
 
+def shared_parameter(name: str, other: str) -> ValueError:
+    """For a parameter of two units, ``name`` in one and ``other`` in the other."""
+    return ValueError(
+        f"Parameter {name!r} is shared with a parameter already managed by another FSDP group: expected every "
+        f"parameter in one unit, but got it as {other!r} too. Put the modules that share it into one unit: "
+        "fully_shard([module_a, module_b]); or wrap a module that two others hold by itself, before them"
+    )
+
+
 class CapabilityError(NotImplementedError):
     """The backend cannot do this; the message names the backend and the capability."""
 

@@ -98,11 +98,10 @@ def named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
     Running statistics, which MindSpore keeps as parameters, are not among them.
     """
     impl = registry.backend_for(module)
-    seen = set()
+    seen: dict[int, Any] = {}  # alive, so that their identities are
     for name, parameter in impl.named_parameters(module, recurse=True):
-        uid = impl.parameter_uid(parameter)
-        if uid not in seen:
-            seen.add(uid)
+        if id(parameter) not in seen:
+            seen[id(parameter)] = parameter
             yield name, parameter
 
 

@@ -234,11 +234,6 @@ class GroupTensors(Protocol):
     """The tensors of one param group in all their representations."""
 
     @property
-    def uids(self) -> Sequence[int]:
-        """A process-wide number per original parameter, in registration order."""
-        ...
-
-    @property
     def names(self) -> list[str]:
         """Qualified parameter names; the wrap gives local ones, lazy init gives full ones."""
         ...

@@ -277,7 +277,6 @@ def init_root(root: Unit) -> None:
 
     Raises:
         RuntimeError: ``root`` has several modules, or a unit below was the root of an earlier forward.
-        ValueError: a parameter belongs to two param groups.
     """
     if len(root.modules) > 1:
         raise RuntimeError(
@@ -287,7 +286,6 @@ def init_root(root: Unit) -> None:
         )
     units = _collect_units(root)
     _bind_names(root, units)
-    _check_single_owner(units)
     for unit in units:
         for group in unit.groups:
             group.prepare()
@@ -343,17 +341,3 @@ def _bind_names(root: Unit, units: list[Unit]) -> None:
         for group in unit.groups:
             group.fqn = unit.fqn
             group.tensors.bind_names(prefixes)
-
-
-def _check_single_owner(units: list[Unit]) -> None:
-    seen: dict[int, str] = {}
-    for unit in units:
-        for group in unit.groups:
-            for uid, name in zip(group.tensors.uids, group.tensors.names, strict=True):
-                if uid in seen:
-                    raise ValueError(
-                        f"Parameter {name!r} is shared with a parameter already managed by another FSDP group: "
-                        f"expected every parameter in one unit, but got it as {seen[uid]!r} too. Put the modules that "
-                        "share it into one unit: fully_shard([module_a, module_b])"
-                    )
-                seen[uid] = name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpcompat.contract.backend import WrapSpec
 from hpcompat.core.param_group import ParamGroup
 from hpcompat.core.unit import UNIT_KEY, Unit, unit_of
-from hpcompat.errors import UserError
+from hpcompat.errors import UserError, shared_parameter
 from hpcompat.mesh import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
@@ -166,6 +167,7 @@ def _managed_parameters(backend: Backend, managed: list[Any], options: WrapOptio
         for name, parameter in backend.named_parameters(module, recurse=False):
             if parameter in seen or parameter in options.ignored_params:
                 continue
+            _check_not_managed(backend, f"{type(module).__name__}.{name}", parameter)
             if backend.is_scalar(parameter):
                 raise ValueError(
                     f"{_call_of(options.label)} doesn't support scalar parameters. Change {name} to a 1D tensor with "
@@ -180,6 +182,15 @@ def _managed_parameters(backend: Backend, managed: list[Any], options: WrapOptio
             "not in the wrapped modules, are ignored, or belong to a unit already"
         )
     return parameters
+
+
+def _check_not_managed(backend: Backend, name: str, parameter: Any) -> None:
+    if backend.managed_name(parameter) is None:
+        return
+    gc.collect()  # the other unit may be gone, but for circles
+    other = backend.managed_name(parameter)
+    if other is not None:
+        raise shared_parameter(name, other)
 
 
 def _unique(values: Iterable[Any]) -> list[Any]:

@@ -29,7 +29,7 @@ from hpcompat_mindspore import (
 )
 from hpcompat_mindspore.communicator import Communicator
 from hpcompat_mindspore.group import GroupTensors as MindSporeGroupTensors
-from hpcompat_mindspore.param import uid_of
+from hpcompat_mindspore.param import managed_name
 from hpcompat_mindspore.streams import streams_of
 from hpcompat_mindspore.tensors import is_floating
 
@@ -97,11 +97,11 @@ class MindSporeBackend:
         own = {container.construct for container in containers}
         return isinstance(module, containers) and type(module).construct in own
 
-    def parameter_uid(self, parameter: Parameter) -> int:
-        return uid_of(parameter)
-
     def is_parameter(self, value: object) -> bool:
         return isinstance(value, Parameter)
+
+    def managed_name(self, parameter: Parameter) -> str | None:
+        return managed_name(parameter)
 
     def is_scalar(self, parameter: Parameter) -> bool:
         return parameter.ndim == 0  # type: ignore[no-any-return]

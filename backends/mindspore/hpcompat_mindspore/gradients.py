@@ -20,6 +20,7 @@ import mindspore
 from mindspore import Parameter, Tensor
 
 from hpcompat.contract.states import TrainingState
+from hpcompat.core.identity import mark, mark_of
 from hpcompat_mindspore import autograd
 from hpcompat_mindspore.mpi import progress
 from hpcompat_mindspore.param import ShardedParam, param_of
@@ -113,8 +114,8 @@ def make_gradient_own(parameter: Parameter, memory: Memory) -> None:
     """For a parameter that no unit manages, which the engine accumulates: give it a gradient that is neither a view nor
     another tensor's as well. It adds up wrongly to the first kind and cannot add to the second.
     """
-    if parameter.requires_grad and param_of(parameter) is None and not hasattr(parameter, _OWN):
-        setattr(parameter, _OWN, True)
+    if parameter.requires_grad and param_of(parameter) is None and not mark_of(parameter, _OWN):
+        mark(parameter, _OWN, True)
         parameter.register_hook(memory.copy_of)
 
 

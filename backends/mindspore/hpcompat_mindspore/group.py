@@ -56,7 +56,6 @@ class GroupTensors:
             for parameter, placement in zip(spec.parameters, spec.placements, strict=True)
         ]
         self.names = [param.name for param in self.params]
-        self.uids = [param.uid for param in self.params]
         self._rank = self.params[0].rank
         self._travels_as_bytes = False
         self._gather_dtype: Any = None

@@ -10,7 +10,7 @@ parameter's shapes and places.
 
 from __future__ import annotations
 
-import itertools
+import weakref
 from collections.abc import Sequence
 from enum import Enum, auto
 from math import prod
@@ -24,15 +24,8 @@ from hpcompat.mesh import DataParallelMeshInfo, FSDPMeshInfo, shard_rank, shard_
 from hpcompat.placement import is_shard
 from hpcompat_mindspore.tensors import Buffer, Memory
 
-_uids = itertools.count()
-_UID = "_hpcompat_uid"
-_OWNER = "_hpcompat_param"
-
-
-def uid_of(parameter: Parameter) -> int:
-    if not hasattr(parameter, _UID):
-        setattr(parameter, _UID, next(_uids))
-    return getattr(parameter, _UID)  # type: ignore[no-any-return]
+# By the identity of the parameter, which its owner keeps alive.
+_owners: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 
 
 class Shown(Enum):
@@ -58,7 +51,6 @@ class ShardedParam:
         self.parameter = parameter
         self.places = places
         self.name = places[0][1]
-        self.uid = uid_of(parameter)
         self.mesh_info = mesh_info
         self.memory = memory
         self.dim = _shard_dim(parameter, self.name, placement)
@@ -94,7 +86,7 @@ class ShardedParam:
 
     def take_over(self) -> None:
         """From now on the parameter is ours. Its gradient, if it had one, was that of the whole."""
-        setattr(self.parameter, _OWNER, self)
+        _owners[id(self.parameter)] = self
         # In the instance itself, also where enable_backward_compat has given the class a property of that name.
         vars(self.parameter)["grad"] = None
         self.parameter._grad = None
@@ -247,7 +239,17 @@ class ShardedParam:
 
 def param_of(parameter: Parameter) -> ShardedParam | None:
     """The sharded parameter that ``parameter`` belongs to."""
-    return getattr(parameter, _OWNER, None)
+    owner = _owners.get(id(parameter))
+    return owner if owner is not None and owner.parameter is parameter else None
+
+
+def managed_name(parameter: Parameter) -> str | None:
+    """The class and attribute of ``parameter`` in the unit that shards it already."""
+    owner = param_of(parameter)
+    if owner is None:
+        return None
+    module, attribute = owner.places[0]
+    return f"{type(module).__name__}.{attribute}"
 
 
 def full_tensor(parameter: Parameter, value: Tensor | None = None) -> Tensor:

@@ -34,7 +34,7 @@ from hpcompat_torch import (
 )
 from hpcompat_torch.group import GroupTensors as TorchGroupTensors
 from hpcompat_torch.native_view import NativeModule
-from hpcompat_torch.param import uid_of
+from hpcompat_torch.param import managed_name
 from hpcompat_torch.streams import streams_of
 
 
@@ -94,11 +94,11 @@ class TorchBackend:
     def is_bare_container(self, module: nn.Module) -> bool:
         return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
-    def parameter_uid(self, parameter: torch.Tensor) -> int:
-        return uid_of(parameter)
-
     def is_parameter(self, value: object) -> bool:
         return isinstance(value, nn.Parameter)
+
+    def managed_name(self, parameter: torch.Tensor) -> str | None:
+        return managed_name(parameter)
 
     def is_scalar(self, parameter: torch.Tensor) -> bool:
         return parameter.ndim == 0

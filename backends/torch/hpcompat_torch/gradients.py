@@ -40,15 +40,12 @@ def has_new(params: Sequence[ShardedParam]) -> bool:
     return any(param.unsharded_param is not None and param.unsharded_param.grad is not None for param in params)
 
 
-_WATCHED = "_hpcompat_watched"
-
-
 def watch(params: Sequence[ShardedParam], note: Callable[[], None]) -> None:
     """Call ``note`` whenever autograd has given an unsharded parameter a gradient."""
     for param in params:
         unsharded = param.unsharded_param
-        if unsharded is not None and unsharded.requires_grad and not hasattr(unsharded, _WATCHED):
-            setattr(unsharded, _WATCHED, True)
+        if unsharded is not None and unsharded.requires_grad and param.watched_param is not unsharded:
+            param.watched_param = unsharded
             unsharded.register_post_accumulate_grad_hook(lambda _: note())
 
 

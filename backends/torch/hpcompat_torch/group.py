@@ -25,7 +25,7 @@ from hpcompat_torch import gradients, private
 from hpcompat_torch import tensors as t
 from hpcompat_torch.collectives import GatherInFlight, begin_gather
 from hpcompat_torch.mesh import spec_with_dtype
-from hpcompat_torch.param import REPLACED, ShardedParam, make_dtensor, places_of, post_forward_param
+from hpcompat_torch.param import ShardedParam, make_dtensor, places_of, post_forward_param
 from hpcompat_torch.reduction import ReductionInFlight
 from hpcompat_torch.streams import has_streams, on_stream
 
@@ -53,7 +53,6 @@ class GroupTensors:
             for parameter, placement in zip(spec.parameters, spec.placements, strict=True)
         ]
         self.names = [param.name for param in self.params]
-        self.uids = [param.uid for param in self.params]
         self._world_size = self.params[0].world_size
         self._rank = self.params[0].rank
         # The flat shard when every parameter's data lies in it, else None.
@@ -70,7 +69,7 @@ class GroupTensors:
         locals_ = [p._local_tensor if isinstance(p, DTensor) else p.detach() for p in parameters]
         self._lay_out([param.cut(local) for param, local in zip(self.params, locals_, strict=True)])
         for param, original in zip(self.params, parameters, strict=True):
-            setattr(original, REPLACED, param.name)
+            param.replaces(original)
             param.offloads, param.pin_memory = self._offloads, self._pin_memory
             param.keeps_main_grad = bool(getattr(self._spec.mp_policy, "apply_grad_on_fp32_main_grad", False))
             param.register(param.sharded_param)

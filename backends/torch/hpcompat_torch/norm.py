@@ -24,7 +24,7 @@ from hpcompat.core.failure import naming
 from hpcompat_torch import private
 from hpcompat_torch.axes import NOWHERE, Atlas, Axis
 from hpcompat_torch.local import settled_gradient
-from hpcompat_torch.param import REPLACED, owner_of
+from hpcompat_torch.param import owner_of, replaced_name
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def _members(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"expected parameters, but got {parameter!r}; pass module.parameters()")
         owner = owner_of(parameter)
-        name = getattr(parameter, REPLACED, None)
+        name = replaced_name(parameter)
         if owner is None and name is not None:
             raise ValueError(
                 f"expected sharded parameters, but got {name!r} as it was before fully_shard replaced it: it gets no "

@@ -18,7 +18,7 @@ from hpcompat_torch.kernels import is_element_wise
 from hpcompat_torch.loan import Loan
 from hpcompat_torch.local import distributed_like, gradient_of, is_distributed, local_of
 from hpcompat_torch.norm import clip_grad_norm_
-from hpcompat_torch.param import REPLACED, clear_gradient
+from hpcompat_torch.param import clear_gradient, replaced_name
 from hpcompat_torch.scaler import step_if_finite, unscale_grads_
 
 __all__ = [
@@ -207,7 +207,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         name
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if isinstance(parameter, torch.Tensor) and (name := getattr(parameter, REPLACED, None))
+        if isinstance(parameter, torch.Tensor) and (name := replaced_name(parameter))
     ]
     if stale:
         raise ValueError(

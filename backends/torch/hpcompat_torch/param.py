@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from hpcompat.core.identity import mark, mark_of
 from hpcompat.core.layout import ShardLayout, contiguous_strides
 from hpcompat.errors import UserError
 from hpcompat.mesh import DataParallelMeshInfo, FSDPMeshInfo, shard_rank, shard_world_size
@@ -23,28 +24,41 @@ from hpcompat.placement import is_shard
 from hpcompat_torch.mesh import sharding_spec, spec_with_dtype
 from hpcompat_torch.private import AsyncCollectiveTensor, DTensorSpec
 
-_uids = itertools.count()
-_UID = "_hpcompat_uid"
-# On an original parameter that a shard has replaced: its name. An optimizer that still holds it trains nothing.
-REPLACED = "_hpcompat_replaced"
+# On an original parameter that a shard has replaced: what did. An optimizer that still holds it trains nothing.
+_REPLACED = "_hpcompat_replaced"
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+# By the identity of each representation, which its owner keeps alive.
 _owners: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 
 
-def uid_of(parameter: torch.Tensor) -> int:
-    if not hasattr(parameter, _UID):
-        setattr(parameter, _UID, next(_uids))
-    return getattr(parameter, _UID)  # type: ignore[no-any-return]
+def replaced_name(parameter: torch.Tensor) -> str | None:
+    """The name that ``parameter`` had before a shard took its place; ``None`` if it is none of those."""
+    replaced = mark_of(parameter, _REPLACED)
+    return None if replaced is None else replaced[0]
 
 
 def owner_of(parameter: torch.Tensor) -> ShardedParam | None:
     """What ``parameter`` is a representation of: the shard, or what is registered in its place. Else ``None``, also for
     an original parameter or a copy.
     """
-    owner = _owners.get(getattr(parameter, _UID, -1))
+    owner = _owners.get(id(parameter))
     if owner is None:
         return None
     own = (owner.sharded_param, owner.unsharded_param, owner.post_forward_param)
     return owner if any(parameter is representation for representation in own) else None
+
+
+def managed_name(parameter: torch.Tensor) -> str | None:
+    """The class and attribute of what shards ``parameter``, or has taken its place."""
+    owner = owner_of(parameter)
+    if owner is None:
+        replaced = mark_of(parameter, _REPLACED)
+        owner = None if replaced is None else _by_number.get(replaced[1])
+    if owner is None:
+        return None
+    module, attribute = owner.places[0]
+    return f"{type(module).__name__}.{attribute}"
 
 
 def clear_gradient(parameter: torch.Tensor, *, set_to_none: bool) -> None:
@@ -90,7 +104,8 @@ class ShardedParam:
     ) -> None:
         self.places = places
         self.name = places[0][1]
-        self.uid = uid_of(parameter)
+        self._number = next(_numbers)
+        _by_number[self._number] = self
         self.requires_grad = parameter.requires_grad
         self.dim = _shard_dim(parameter, self.name, placement)
         self.spec = sharding_spec(parameter, self.name, mesh_info, self.dim)
@@ -115,6 +130,7 @@ class ShardedParam:
         self.post_forward_param: nn.Parameter | None = None
         self.post_forward_data: torch.Tensor | None = None
         self.accumulated_grad: torch.Tensor | None = None
+        self.watched_param: nn.Parameter | None = None  # whose gradients are noted
         self.partial_grad: torch.Tensor | None = None  # reduce-scattered, not yet all-reduced (HSDP)
         self.offload_event: Any = None
 
@@ -138,13 +154,16 @@ class ShardedParam:
             self.sharded_param._local_tensor = local  # type: ignore[attr-defined]
             return
         self.sharded_param = nn.Parameter(make_dtensor(local, self.spec.sharded), requires_grad=self.requires_grad)
-        setattr(self.sharded_param, _UID, self.uid)
-        _owners[self.uid] = self
+        _owners[id(self.sharded_param)] = self
+
+    def replaces(self, parameter: torch.Tensor) -> None:
+        """``parameter`` is no longer what is trained."""
+        mark(parameter, _REPLACED, (self.name, self._number))
 
     def stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
         """``parameter``, marked as registered in place of the shard for a while."""
-        setattr(parameter, _UID, self.uid)
-        setattr(parameter, REPLACED, self.name)
+        _owners[id(parameter)] = self
+        self.replaces(parameter)
         return parameter
 
     @property
@@ -168,7 +187,7 @@ class ShardedParam:
                     "DTensor with the sharded parameter's mesh and placements, or load with load_state_dict; register "
                     "a parametrization before wrapping"
                 )
-            setattr(current, _UID, self.uid)
+            _owners[id(current)] = self
             self.sharded_param = current
             self.register(current)
         self.orig_dtype = self.local_shard.dtype

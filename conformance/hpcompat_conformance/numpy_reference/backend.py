@@ -15,6 +15,7 @@ from hpcompat_conformance.numpy_reference import collectives, hooks, tape
 from hpcompat_conformance.numpy_reference.group import GroupTensors
 from hpcompat_conformance.numpy_reference.mesh import DeviceMesh, init_device_mesh, ranks_of, submesh
 from hpcompat_conformance.numpy_reference.module import Buffer, Module, Parameter
+from hpcompat_conformance.numpy_reference.param import managed_name
 from hpcompat_conformance.numpy_reference.world import Group, current_rank, notes_of
 
 if TYPE_CHECKING:
@@ -76,11 +77,11 @@ class NumpyBackend:
     def is_bare_container(self, module: Module) -> bool:
         return type(module).forward is Module.forward
 
-    def parameter_uid(self, parameter: Parameter) -> int:
-        return parameter.uid
-
     def is_parameter(self, value: object) -> bool:
         return isinstance(value, Parameter)
+
+    def managed_name(self, parameter: Parameter) -> str | None:
+        return managed_name(parameter)
 
     def is_scalar(self, parameter: Parameter) -> bool:
         return parameter.data.ndim == 0

@@ -43,7 +43,6 @@ class GroupTensors:
             )
             for parameter, placement in zip(spec.parameters, spec.placements, strict=True)
         ]
-        self.uids = [param.uid for param in self.params]
 
     def shard(self) -> None:
         for param in self.params:

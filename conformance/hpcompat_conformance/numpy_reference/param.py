@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from math import prod
 from typing import Any
 
@@ -14,6 +15,16 @@ from hpcompat.placement import is_shard
 from hpcompat.policy import MixedPrecisionPolicy
 from hpcompat_conformance.numpy_reference.module import Module, Parameter
 from hpcompat_conformance.numpy_reference.world import Array
+
+_owners: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+
+
+def managed_name(parameter: Parameter) -> str | None:
+    owner = _owners.get(parameter.uid)
+    if owner is None:
+        return None
+    module, attribute = owner.places[0]
+    return f"{type(module).__name__}.{attribute}"
 
 
 class ShardedParam:
@@ -36,6 +47,7 @@ class ShardedParam:
         ]
         self.name = self.places[0][1]
         self.uid = original.uid
+        _owners[self.uid] = self
         self.rank = shard_rank(mesh_info)
         self.layout = ShardLayout(original.data.shape, _shard_dim(placement, original), shard_world_size(mesh_info))
         if self.layout.dim > 0 and not self.layout.is_even:

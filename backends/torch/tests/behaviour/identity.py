@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
+import hpcompat
 from behaviour.models import (
     WIDTH,
     assert_same_bits,
@@ -30,6 +32,68 @@ from hpcompat import FSDPModule, HSDPModule, UserError
 
 class Head(nn.Linear):
     """A class of the user."""
+
+
+@behaviour(reports=["pytorch/pytorch#176225"])
+def identity_is_not_copied_or_saved() -> None:
+    """Copies and files of a module whose parameters were looked at are modules of their own."""
+    seen = mlp()
+    names = [name for name, _ in hpcompat.named_parameters(seen)]
+    file = io.BytesIO()
+    torch.save(seen, file)
+    loaded = [torch.load(io.BytesIO(file.getvalue()), weights_only=False) for _ in range(2)]
+    for several in (loaded, [copy.deepcopy(seen) for _ in range(2)]):
+        together = nn.ModuleList([seen, *several])
+        assert len(list(hpcompat.parameters(together))) == 3 * len(names)
+        assert all(not vars(parameter) for parameter in together.parameters())
+        for model in several:
+            wrap(model)
+            loss_of(model, batch()).backward()
+            assert_same_bits(gradients(model), true_gradients(mlp()))
+    state = wrap(mlp()).state_dict()
+    assert all(not vars(value) for value in state.values())
+
+
+@behaviour(reports=["NVIDIA/Megatron-LM#7228"])
+def a_weight_of_two_roots_is_refused() -> None:
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    second.weight = first.weight
+    shard(first)
+    with pytest.raises(ValueError, match=r"'Linear.weight' is shared .*another FSDP group.*'FSDPLinear.weight' too"):
+        shard(second)
+    del first
+    shard(second)  # the other root is gone
+
+
+@behaviour(reports=["pytorch/pytorch#183702"])
+def a_module_of_two_parents_is_wrapped_before_them() -> None:
+    class Predictor(nn.Module):
+        def __init__(self, head: nn.Module) -> None:
+            super().__init__()
+            self.mix, self.head = nn.Linear(WIDTH, WIDTH), head
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.mix(x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, 3)
+            self.predictor = Predictor(self.head)
+            fill(self)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x) + self.predictor(x)
+
+    model = Model()
+    shard(model.predictor)
+    with pytest.raises(ValueError, match="or wrap a module that two others hold by itself, before them"):
+        shard(model)
+    model = Model()
+    for module in (model.head, model.predictor, model):
+        shard(module)
+    loss_of(model, batch()).backward()
+    assert_same_bits(gradients(model), true_gradients(Model()))
 
 
 @behaviour()

@@ -127,7 +127,7 @@ MODULE_ROWS = [
         "replicated-tied-over-two-units",
         _tied_over_two_units,
         (ValueError,),
-        r"Parameter '1.weight' is shared with .* managed by another FSDP group.*but got it as '0.weight' too",
+        r"Parameter 'Linear.weight' is shared with .* another FSDP group.*but got it as '\w+Linear.weight' too",
         r"Put the modules that share it into one unit",
         "ENT-03",
         native=ValueError,

@@ -40,7 +40,7 @@ def registered_methods_never_free(plant: Plant) -> None:
 @mutant("ENT-03")
 def parameters_in_two_units(plant: Plant) -> None:
     """A parameter that two units share is accepted: it trains as two parameters."""
-    plant.instead("hpcompat.core.unit:_check_single_owner")
+    plant.instead("hpcompat.core.wrap:_check_not_managed")
 
 
 @mutant("LIF-07", "ENT-03")
