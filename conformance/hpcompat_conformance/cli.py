@@ -18,6 +18,7 @@ from hpcompat_conformance.document import Document
 from hpcompat_conformance.impl import adapter_names
 from hpcompat_conformance.mutants import command as mutants
 from hpcompat_conformance.results import Run
+from hpcompat_conformance.tables import print_table
 
 BAD_USAGE = 2
 
@@ -85,7 +86,7 @@ def _run(args: argparse.Namespace, *, console: Console) -> int:
         return mutants.run(args, cases=planning.selected(args, known=all_cases()))
     if args.list:
         cases = planning.selected(args, known=all_cases())
-        console.print(_listing(cases, version=args.spec))
+        print_table(console, _listing(cases, version=args.spec))
         console.print(report.coverage_text(all_cases(), version=args.spec), highlight=False, soft_wrap=True)
         return 0
     if args.spec_page is not None:
@@ -123,13 +124,13 @@ def _run_all(args: argparse.Namespace, *, console: Console) -> Document:
             if len(runs[-1].results) < plan.size:  # Ctrl-C
                 break
     for one in runs:
-        console.print(report.summary_table(one))
+        print_table(console, report.summary_table(one))
     console.print(report.coverage_text(known, version=args.spec), highlight=False, soft_wrap=True)
     return Document(runs, planning.complaints(plans, runs=runs, known=known))
 
 
 def _conclude(outcome: Document, *, console: Console) -> None:
-    console.print(report.slowest_table(outcome.runs))
+    print_table(console, report.slowest_table(outcome.runs))
     for one in outcome.runs:
         console.print(report.totals_text(one), highlight=False, soft_wrap=True)
     for text in outcome.complaints:

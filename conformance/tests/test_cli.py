@@ -225,3 +225,21 @@ def test_an_adapter_is_found_without_its_framework(name: str) -> None:
     loaded = set(done.stdout.split())
     assert impl.BUILT_IN[name].partition(":")[0] in loaded
     assert not loaded & {"torch", "mindspore", "mpi4py"}
+
+
+def test_the_help_text_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """A percent sign that is not escaped makes argparse print its own dict."""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert "'dest'" not in shown
+    assert "% are killed" in " ".join(shown.split())
+
+
+def test_tables_in_a_file_have_a_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heading = next(line for line in lines if line.startswith("clause\t"))
+    rows = [line for line in lines if line.count("\t") == heading.count("\t")]
+    assert len(rows) > 200
+    assert not set("\u2501\u2502\u2503") & set("".join(lines))

@@ -14,6 +14,7 @@ from hpcompat_conformance.impl import adapter_named
 from hpcompat_conformance.mutants import show
 from hpcompat_conformance.mutants.plant import Mutant, all_mutants
 from hpcompat_conformance.mutants.run import DEFAULT_TIMEOUT, MutantPlan, MutantRun, must_pass
+from hpcompat_conformance.tables import print_table
 
 # Mutants are bugs planted in this one.
 IMPLEMENTATION = "hpcompat-torch"
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_pattern,
         metavar="REGEX",
         help=f"run the must-pass set against mutants of {IMPLEMENTATION}: all, or those whose name matches; fails "
-        f"unless {show.KILLED_AT_LEAST:.0%} are killed",
+        f"unless {100 * show.KILLED_AT_LEAST:.0f} %% are killed",
     )
 
 
@@ -39,12 +40,12 @@ def run(args: argparse.Namespace, *, cases: Sequence[Case]) -> int:
     console = Console()
     mutants = [mutant for mutant in all_mutants() if args.mutants.search(mutant.name)]
     if args.list:
-        console.print(show.listing(mutants))
+        print_table(console, show.listing(mutants))
         return 0
     plan = _plan(args, mutants=mutants, cases=cases)
     with MutantRun(plan) as mutant_run, show.MutantProgress(console, total=len(mutants)) as progress:
         verdicts = list(mutant_run.verdicts(progress))
-    console.print(show.kill_table(verdicts, plan=plan))
+    print_table(console, show.kill_table(verdicts, plan=plan))
     console.print(show.totals_text(verdicts), highlight=False)
     if args.json is not None:
         show.write_json(verdicts, plan=plan, path=args.json)

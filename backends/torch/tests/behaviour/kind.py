@@ -13,7 +13,17 @@ from torch.distributed import fsdp
 from torch.distributed._composable import replicate as composable_ddp
 from torch.distributed._composable import replicate_with_fsdp
 
-from behaviour.models import WIDTH, batch, mlp, shard, wrap
+from behaviour.models import (
+    WIDTH,
+    assert_same_bits,
+    batch,
+    gradients,
+    loss_of,
+    mlp,
+    shard,
+    true_gradients,
+    wrap,
+)
 from behaviour.registry import behaviour
 from hpcompat import replicate
 from hpcompat_torch.native_view import NativeModule, refuse_unknown_methods
@@ -92,3 +102,13 @@ def pickles_are_refused_with_the_way_to_save() -> None:
         with pytest.raises(pickle.PicklingError, match=r"pickled FSDPSequential.*Save model.state_dict\(\)"):
             save(model)
     assert type(copy.copy(model)) is nn.Sequential
+
+
+@behaviour(2)
+def torch_s_composable_ddp_goes_around_units() -> None:
+    """It averages what the units do not."""
+    model, plain = mlp(), mlp()
+    shard(model[0])
+    composable_ddp(model)
+    loss_of(model, batch()).backward()
+    assert_same_bits(gradients(model), true_gradients(plain))
