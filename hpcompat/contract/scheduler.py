@@ -151,8 +151,21 @@ class HookedGroup(Protocol):
         """When the gradients of all inputs of the unit are there."""
         ...
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a forward or a backward of the group is computing with the whole parameters."""
+        ...
+
     def to_sharded(self) -> None:
-        """Before the parameters are looked at from outside, as in ``state_dict``."""
+        """Before the parameters are looked at from outside, as in ``state_dict``. Not while the group is in use."""
+        ...
+
+    def to_sharded_for_loading(self) -> None:
+        """Before new values come from outside.
+
+        Raises:
+            RuntimeError: the group is in use.
+        """
         ...
 
 

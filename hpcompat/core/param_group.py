@@ -217,6 +217,26 @@ class ParamGroup:
                 return
         self.to_sharded()
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a forward or a backward of the group is computing with the whole parameters."""
+        return self.training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+
+    def to_sharded_for_loading(self) -> None:
+        """Before new values come from outside: nothing that was gathered from the old ones is left.
+
+        Raises:
+            RuntimeError: the group is in use.
+        """
+        if self.is_in_use:
+            raise RuntimeError(
+                "expected to load or convert parameters outside of forward and backward, but got it in those of unit "
+                f"{self.fqn!r} ({self.training_state.name.lower()}); do it between steps. After a forward or backward "
+                "that raised, call reset_iter_state() on the root first"
+            )
+        self.drop_gather()
+        self.to_sharded()
+
     def _watch_gradients(self) -> None:
         """Whole parameters that are within reach outside of forward and backward may be computed with there."""
         if self.sharded_state is ShardedState.UNSHARDED:

@@ -41,7 +41,8 @@ def install(unit: HookedUnit) -> None:
             param.owner = group
         for module in dict.fromkeys(module for param in params for module, _ in param.places):
             module.register_state_dict_pre_hook(_reshard_hook(group))
-            module.register_load_state_dict_pre_hook(_reshard_hook(group))
+            module.register_state_dict_post_hook(_shards_hook(group))
+            module.register_load_state_dict_pre_hook(_loading_hook(group))
     for module in unit.modules:
         for _, parameter in _named_places(module):
             gradients.make_gradient_own(parameter, memory_of(unit.device))
@@ -59,9 +60,31 @@ def _hooks(unit: HookedUnit, index: int) -> tuple[Callable[..., tuple[Args, Kwar
 
 def _reshard_hook(group: HookedGroup) -> Callable[..., None]:
     def reshard_hook(*args: Any, **kwargs: Any) -> None:
-        group.to_sharded()
+        if not group.is_in_use:
+            group.to_sharded()
 
     return reshard_hook
+
+
+def _shards_hook(group: HookedGroup) -> Callable[..., None]:
+    """In the middle of a forward or a backward the parameters go on showing the whole; the shards go into the dict."""
+
+    def shards_hook(cell: nn.Cell, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if not group.is_in_use:
+            return
+        for param in group.tensors.params:  # type: ignore[attr-defined]
+            for holder, attribute in param.places:
+                if holder is cell and prefix + attribute in state_dict:
+                    state_dict[prefix + attribute] = param.shard
+
+    return shards_hook
+
+
+def _loading_hook(group: HookedGroup) -> Callable[..., None]:
+    def loading_hook(*args: Any, **kwargs: Any) -> None:
+        group.to_sharded_for_loading()
+
+    return loading_hook
 
 
 # Forward
@@ -111,7 +134,7 @@ class MindSporeModuleMixin:
         if unit is None:
             return super()._apply(fn, recurse)  # type: ignore[misc]
         for group in unit.groups:
-            group.to_sharded()
+            group.to_sharded_for_loading()
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         for group in unit.groups:
             group.tensors.rebind()  # type: ignore[attr-defined]
@@ -143,7 +166,7 @@ class MindSporeModuleMixin:
         units = _units_below(self)
         for unit in units:
             for group in unit.groups:
-                group.to_sharded()
+                group.to_sharded_for_loading()
         loaded = dict(state_dict)
         for name, parameter in _named_places(self):
             if name in loaded and isinstance(loaded[name], Tensor):

@@ -49,7 +49,8 @@ def install(unit: HookedUnit) -> None:
         holders = dict.fromkeys(module for param in group.tensors.params for module, _ in param.places)  # type: ignore[attr-defined]
         for module in holders:
             module.register_state_dict_pre_hook(_reshard_hook(group))
-            module.register_load_state_dict_pre_hook(_reshard_hook(group))
+            module.register_state_dict_post_hook(_shards_hook(group))
+            module.register_load_state_dict_pre_hook(_loading_hook(group))
             module.register_load_state_dict_post_hook(_rebind_hook(group))
 
 
@@ -65,9 +66,33 @@ def _hooks(unit: HookedUnit, index: int) -> tuple[Callable[..., tuple[Args, Kwar
 
 def _reshard_hook(group: HookedGroup) -> Callable[..., None]:
     def reshard_hook(*args: Any, **kwargs: Any) -> None:
-        group.to_sharded()
+        if not group.is_in_use:
+            group.to_sharded()
 
     return reshard_hook
+
+
+def _shards_hook(group: HookedGroup) -> Callable[..., None]:
+    """In the middle of a forward or backward the whole parameters stay where they are; the shards go into the dict."""
+
+    def shards_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if not group.is_in_use:
+            return
+        for param in group.tensors.params:  # type: ignore[attr-defined]
+            for holder, attribute in param.places:
+                name = prefix + attribute
+                if holder is module and name in state_dict:
+                    keeps_vars = state_dict[name].requires_grad
+                    state_dict[name] = param.sharded_param if keeps_vars else param.sharded_param.detach()
+
+    return shards_hook
+
+
+def _loading_hook(group: HookedGroup) -> Callable[..., None]:
+    def loading_hook(*args: Any, **kwargs: Any) -> None:
+        group.to_sharded_for_loading()
+
+    return loading_hook
 
 
 def _rebind_hook(group: HookedGroup) -> Callable[..., None]:
@@ -217,7 +242,7 @@ class TorchModuleMixin(NativeModule):  # type: ignore[misc, valid-type]
         if unit is None:
             return super(NativeModule, self)._apply(fn, recurse)  # type: ignore[misc]
         for group in unit.groups:
-            group.to_sharded()
+            group.to_sharded_for_loading()
         # Past torch's own FSDPModule, which would look for a state of its own.
         result = super(NativeModule, self)._apply(fn, recurse)  # type: ignore[misc]
         for group in unit.groups:
@@ -252,7 +277,7 @@ class TorchModuleMixin(NativeModule):  # type: ignore[misc, valid-type]
         }  # type: ignore[attr-defined]
         for unit in _units_below(self):
             for group in unit.groups:
-                group.to_sharded()
+                group.to_sharded_for_loading()
         loaded = dict(state_dict)
         for name, parameter in self.named_parameters(remove_duplicate=False):  # type: ignore[attr-defined]
             value = loaded.get(name)

@@ -156,3 +156,21 @@ def from_the_meta_device(ctx: Context) -> None:
         ctx.train(model, ctx.inputs(UNEVEN, step=step))
         truth = ctx.true_gradients(UNEVEN, steps=(step,))
         check_arrays(ctx.gradients(model), truth, what=f"gradient of step {step}")
+
+
+@case("SDT-11", procs=(1, 2), reports=("pytorch/torchtitan#4753",))
+def taken_inside_a_forward(ctx: Context) -> None:
+    values = ctx.values(ctx.model(UNEVEN))
+    for policy in (True, False):
+        model = ctx.shard(ctx.model(UNEVEN), units=UNITS, reshard_after_forward=policy)
+        taken: list[dict[str, Any]] = []
+
+        def take(*_: Any, model: Any = model, taken: list[dict[str, Any]] = taken) -> None:
+            taken.append({name: ctx.framework.local(value) for name, value in ctx.framework.state_dict(model).items()})
+
+        ctx.framework.child(model, UNITS[0]).register_forward_pre_hook(take)
+        ctx.train(model, ctx.inputs(UNEVEN))
+        check_arrays(ctx.gradients(model), ctx.true_gradients(UNEVEN), what="gradient")
+        check_arrays(ctx.values(model), values, what="value")
+        after = {name: ctx.framework.local(value) for name, value in ctx.framework.state_dict(model).items()}
+        check_arrays(taken[0], after, what="sharded value inside the forward")

@@ -103,7 +103,12 @@ class MindSporeFramework:
         return dict(module.parameters_and_names())
 
     def state_dict(self, module: nn.Cell) -> Mapping[str, Any]:
-        return module.state_dict()  # type: ignore[no-any-return]
+        parameters = self.parameters(module)
+        # Inside of a forward the parameters show the whole, and the shards are there as tensors.
+        return {
+            name: value if isinstance(value, Parameter) or name not in parameters else Part(parameters[name], value)
+            for name, value in module.state_dict().items()
+        }
 
     def load_state_dict(self, module: nn.Cell, values: Mapping[str, Array]) -> None:
         module.load_state_dict({name: Tensor(value.copy()) for name, value in values.items()})

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from behaviour.models import assert_same_bits, batch, gradients, loss_of, mlp, parameters, true_gradients, whole, wrap
+from behaviour.models import (
+    WIDTH,
+    assert_same_bits,
+    batch,
+    fill,
+    gradients,
+    loss_of,
+    mlp,
+    parameters,
+    shard,
+    true_gradients,
+    whole,
+    wrap,
+)
 from behaviour.registry import behaviour
 
 SHARDED, KEPT, SLICED = "sharded", "unsharded", "sharded post forward"
@@ -144,3 +158,52 @@ def state_dict_follows_training() -> None:
     torch.optim.SGD(model.parameters(), lr=0.5).step()
     assert_same_bits({name: whole(value) for name, value in state.items()}, parameters(model))
     assert not torch.equal(whole(state["0.weight"]), mlp()[0].weight)
+
+
+class Saving(nn.Linear):
+    """Takes a state dict of the whole model in the middle of its forward, and in that of its backward."""
+
+    root: list[nn.Module]
+    kept: list[dict[str, Tensor]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(dict(self.root[0].state_dict()))
+        x = super().forward(x)
+        x.register_hook(lambda grad: self.kept.append(dict(self.root[0].state_dict())))
+        return super().forward(x)
+
+
+@behaviour(reports=["pytorch/torchtitan#4753"], each=[{"reshard": True}, {"reshard": False}])
+def state_dicts_in_the_middle_disturb_nothing(reshard: bool) -> None:
+    def make() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Saving(WIDTH, WIDTH))
+        fill(model)
+        model[1].root, model[1].kept = [model], []
+        return model
+
+    model, plain = make(), make()
+    shard(model[0], reshard_after_forward=reshard)
+    shard(model[1], reshard_after_forward=reshard)
+    shard(model)
+    loss_of(model, batch()).backward()
+    assert len(model[1].kept) == 2
+    wanted = {name: value.detach() for name, value in plain.state_dict().items()}
+    for kept in model[1].kept:
+        assert all(isinstance(value, DTensor) and not value.requires_grad for value in kept.values())
+        assert_same_bits({name: whole(value) for name, value in kept.items()}, wanted)
+    assert_same_bits(gradients(model), true_gradients(plain))
+
+
+@behaviour(each=[{"way": "load_state_dict"}, {"way": "to"}])
+def new_values_in_the_middle_are_refused(way: str) -> None:
+    class Loading(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if way == "to":
+                self.to(torch.float64)
+            else:
+                self.load_state_dict(self.state_dict())
+            return super().forward(x)
+
+    model = shard(nn.Sequential(shard(Loading(WIDTH, WIDTH))))
+    with pytest.raises(RuntimeError, match=r"forward and backward, but got it in those of unit '0' .forward."):
+        model(batch())

@@ -60,3 +60,9 @@ def a_state_dict_of_copies(plant: Plant) -> None:
 def _to_copies(module: Any, state: Any, prefix: str, metadata: Any) -> None:
     for name, value in state.items():
         state[name] = value.clone()
+
+
+@mutant("SDT-11")
+def a_state_dict_takes_the_parameters_away(plant: Plant) -> None:
+    """A state dict that is taken inside a forward reshards what is being computed with."""
+    plant.around(f"{HOOKS}:_reshard_hook", lambda original, group: lambda *args, **kwargs: group.to_sharded())
