@@ -16,11 +16,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import hpcompat
 
@@ -55,6 +57,37 @@ def check_named(stderr: str, *, where: str) -> None:
     assert told, stderr
     expected = rf"the ({WAITS_IN[where]}) \(parameter group 1 of 1: '[01]\.weight', '[01]\.bias'\)"
     assert any(re.search(expected, line) for line in told), stderr
+
+
+def check_killed(where: str, *, model: str, backend: str, models: Path, launcher_says: str) -> None:
+    status, stderr = run("--model", model, "--where", where, backend=backend, models=models)
+    assert status != 0
+    check_named(stderr, where=where)
+    assert launcher_says in stderr
+
+
+def check_hung(where: str, *, model: str, backend: str, models: Path) -> None:
+    """Nothing ends the rank or tells the others; they wait as long as they were told to."""
+    # One way each to say how long.
+    options, environ = (["--timeout=5"], {}) if where == "backward" else ([], {"HPCOMPAT_TIMEOUT": "5"})
+    arguments = ["--model", model, "--where", where, "--hang", *options]
+    status, stderr = run(*arguments, backend=backend, models=models, environ=environ)
+    assert status != 0
+    check_named(stderr, where=where)
+    assert "CollectiveError: expected every rank in the" in stderr
+
+
+class OwnError(RuntimeError):
+    """Such as a custom collective may raise."""
+
+
+def check_only_errors_of_the_transport(explain: Callable[..., None]) -> None:
+    """Only they are explained."""
+    explain(OwnError("mine"), collective="all-gather", owner=None)
+    cause = RuntimeError("gone")
+    with pytest.raises(hpcompat.CollectiveError) as caught:
+        explain(cause, collective="all-gather", owner=None)
+    assert caught.value.__cause__ is cause
 
 
 class LearningRate(dict[str, Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -204,3 +205,31 @@ def seeds(*, draw: Any) -> None:
     assert np.array_equal(first, draw())
     hpcompat.manual_seed(4)
     assert not np.array_equal(first, draw())
+
+
+Case = tuple[Callable[..., None], dict[str, Any], tuple[int, ...]]
+
+
+def cases(*, model: Callable[[], Any], draw: Callable[[], Any], half: Any, narrow: Any, name: str) -> dict[str, Case]:
+    """What to run, with which arguments, on which numbers of ranks; arguments are the framework's."""
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    return {
+        "scalars": (scalars, {}, (1, 2, 4)),
+        "agreement": (agreement, {}, (1, 2, 4)),
+        "agreement in a group": (agreement_in_a_group, {}, (4,)),
+        "groups": (groups, {}, (4,)),
+        "wrong mesh": (wrong_mesh, {}, (2,)),
+        "numpy": (numpy_and_back, {"half": half, "narrow": narrow}, (1,)),
+        "gradients": (gradients, {"model": model}, (1, 2, 4)),
+        "wrong gradients": (wrong_gradients, {"model": model}, (2,)),
+        "states of an optimizer": (states_of_an_optimizer, {"model": model}, (1, 2)),
+        "parameters": (parameters, {"model": model, "names": names}, (1, 2)),
+        "no gradients": (no_gradients, {"model": model}, (2,)),
+        "one backend": (one_backend, {"name": name}, (2,)),
+        "seeds": (seeds, {"draw": draw}, (1,)),
+    }
+
+
+def runs(cases: dict[str, Case]) -> list[tuple[str, int]]:
+    """Each case on each of its numbers of ranks."""
+    return [(name, num_ranks) for name, (_, _, several) in cases.items() for num_ranks in several]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import mindspore
@@ -11,40 +10,28 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 import hpcompat
-from fault_matrix.kit import Callback, at_hpcompat_event
+from fault_matrix.kit import NUM_IN, NUM_LAYERS, NUM_OUT, Callback, LayerParts, NeutralKit, Traps, unchanged
 from hpcompat_mindspore import autograd, optim
 from hpcompat_mindspore.collectives import ProcessGroupAllGather, ProcessGroupReduceScatter
 
-NUM_IN, NUM_HIDDEN, NUM_OUT = 6, 7, 5
 
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-class Layer(nn.Cell):
-    """Two linear maps around a relu."""
-
+class Layer(LayerParts, nn.Cell):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Dense(NUM_IN, NUM_HIDDEN), nn.Dense(NUM_HIDDEN, NUM_IN)
-        self.inside: Callable[[Tensor], Tensor] = _unchanged
-        self.is_short = False
+        self.make_parts(nn.Dense)
 
     def construct(self, inputs: Tensor) -> Tensor:
-        if self.is_short:
-            return inputs + self.down.bias
-        return inputs + self.down(self.inside(ops.relu(self.up(inputs))))
+        return self.run(inputs, relu=ops.relu)
 
 
 class Net(nn.Cell):
-    """Three layers and a head."""
+    """Layers and a head."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.CellList([Layer() for _ in range(3)])
+        self.layers = nn.CellList([Layer() for _ in range(NUM_LAYERS)])
         self.head = nn.Dense(NUM_IN, NUM_OUT)
-        self.inside: Callable[[Tensor], Tensor] = _unchanged
+        self.inside: Callable[[Tensor], Tensor] = unchanged
 
     def construct(self, inputs: Tensor) -> Tensor:
         for layer in self.layers:
@@ -52,38 +39,19 @@ class Net(nn.Cell):
         return self.head(self.inside(inputs))
 
 
-class Gather(ProcessGroupAllGather):
-    def __init__(self, *, before: Callback, after: Callback) -> None:
-        self.before, self.after = before, after
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.before()
-        work = super().__call__(*args, **kwargs)
-        self.after()
-        return work
+class Gather(Traps, ProcessGroupAllGather):
+    """The default all-gather, with traps."""
 
 
-class Scatter(ProcessGroupReduceScatter):
-    def __init__(self, *, before: Callback, after: Callback) -> None:
-        self.before, self.after = before, after
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.before()
-        work = super().__call__(*args, **kwargs)
-        self.after()
-        return work
+class Scatter(Traps, ProcessGroupReduceScatter):
+    """The default reduce-scatter, with traps."""
 
 
-class MindSpore:
+class MindSpore(NeutralKit):
     """hpcompat on MindSpore."""
 
     name = "mindspore"
-
-    def fully_shard(self, module: Any, **options: Any) -> Any:
-        return hpcompat.fully_shard(module, **options)
-
-    def replicate(self, module: Any, **options: Any) -> Any:
-        return hpcompat.replicate(module, **options)
+    gather, scatter = Gather, Scatter
 
     def mixed_policy(self) -> Any:
         return hpcompat.MixedPrecisionPolicy(mindspore.float16, mindspore.float32)
@@ -101,26 +69,11 @@ class MindSpore:
 
     def on_gradient(self, module: nn.Cell, attribute: str, callback: Callback) -> Callable[[Tensor], Tensor]:
         getattr(module, attribute).register_hook(lambda grad: callback())
-        return _unchanged
-
-    def gather(self, *, before: Callback, after: Callback) -> Gather:
-        return Gather(before=before, after=after)
-
-    def scatter(self, *, before: Callback, after: Callback) -> Scatter:
-        return Scatter(before=before, after=after)
-
-    def at_event(self, name: str, module: Any, callback: Callback) -> AbstractContextManager[None]:
-        return at_hpcompat_event(name, module, callback)
-
-    def value_and_grad(self, function: Callable[..., Any], weights: list[Any]) -> Callable[..., Any]:
-        return hpcompat.value_and_grad(function, weights)
+        return unchanged
 
     def optimizer(self, model: nn.Cell, kind: str) -> Any:
         parameters = list(hpcompat.parameters(model))
         return optim.SGD(parameters, lr=0.1, momentum=0.9) if kind == "sgd" else optim.AdamW(parameters, lr=0.1)
-
-    def step(self, optimizer: Any, *, closure: Callback | None = None) -> None:
-        hpcompat.optimizer_step(optimizer, closure)
 
     def states(self, optimizer: Any) -> list[np.ndarray[Any, Any]]:
         states = [optimizer.state[parameter] for parameter in optimizer.parameters]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import hpcompat
-from hpcompat.core.events import Event
+import traced_steps
 from ms_models import Net, initialize, named
 from ms_truth import mesh_of, sgd, train, wrap, zero_grad
-
-Result = tuple[list[Event], Counter[tuple[str, str, str]]]
 
 
 def steps(model: Any) -> list[bytes]:
@@ -29,15 +25,5 @@ def steps(model: Any) -> list[bytes]:
     return found
 
 
-def run(shape: tuple[int, ...], out: Path) -> Result:
-    """Checks that tracing changes nothing, and writes this rank's file."""
-    untraced = steps(wrap(initialize(Net()), mesh=mesh_of(shape)))
-    model = wrap(initialize(Net()), mesh=mesh_of(shape))
-    with hpcompat.record_events() as events, hpcompat.trace(model) as recording:
-        traced = steps(model)
-    assert len(traced) > 20
-    assert traced == untraced
-    assert recording.events == events
-    assert not [span for span in recording.spans if span.note or span.end_ns < span.start_ns]
-    recording.to_chrome(out / f"rank{recording.rank}.json")
-    return recording.events, Counter((span.lane, span.name, span.unit) for span in recording.spans)
+def run(shape: tuple[int, ...], out: Path) -> traced_steps.Result:
+    return traced_steps.run(lambda: wrap(initialize(Net()), mesh=mesh_of(shape)), steps, out=out)

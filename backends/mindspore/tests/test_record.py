@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from safetensors import deserialize
 
 import ms_recorded
-from hpcompat.cli import main
+from comparing import compared
 from hpcompat_conformance.pytest_plugin import Ranks
-
-
-def compared(one: Path, other: Path, *, status: int) -> dict[str, Any]:
-    out = one.parent / "found.json"
-    assert main(["compare", str(one), str(other), "--json", str(out)]) == status
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
 
 
 def test_recordings_on_one_rank_and_on_two_are_equal(ranks: Ranks, tmp_path: Path) -> None:

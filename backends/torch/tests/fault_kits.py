@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,43 +19,31 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import hpcompat
-from fault_matrix.kit import Callback, at_hpcompat_event
-
-NUM_IN, NUM_HIDDEN, NUM_OUT = 6, 7, 5
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
+from fault_matrix.kit import NUM_IN, NUM_LAYERS, NUM_OUT, Callback, LayerParts, NeutralKit, Traps, unchanged
 
 
 def _call(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return function(*inputs)
 
 
-class Layer(nn.Module):
-    """Two linear maps around a relu."""
-
+class Layer(LayerParts, nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(NUM_IN, NUM_HIDDEN), nn.Linear(NUM_HIDDEN, NUM_IN)
-        self.inside: Callable[[Tensor], Tensor] = _unchanged
-        self.is_short = False
+        self.make_parts(nn.Linear)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self.is_short:
-            return inputs + self.down.bias
-        return inputs + self.down(self.inside(torch.relu(self.up(inputs))))
+        return self.run(inputs, relu=torch.relu)
 
 
 class Net(nn.Module):
-    """Three layers and a head."""
+    """Layers and a head."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.layers = nn.ModuleList([Layer() for _ in range(NUM_LAYERS)])
         self.head = nn.Linear(NUM_IN, NUM_OUT)
         self.run_layer: Callable[..., Tensor] = _call
-        self.inside: Callable[[Tensor], Tensor] = _unchanged
+        self.inside: Callable[[Tensor], Tensor] = unchanged
 
     def forward(self, inputs: Tensor) -> Tensor:
         for layer in self.layers:
@@ -76,41 +64,35 @@ class _Node(torch.autograd.Function):
 
 
 class Buffers:
-    """Ordinary memory for collectives, and something to call around them."""
-
-    def __init__(self, *, before: Callback, after: Callback) -> None:
-        self.before, self.after = before, after
+    """Ordinary memory for collectives."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
 
-class Gather(Buffers):
+class AllGather(Buffers):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        self.before()
-        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-        self.after()
-        return work
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class Scatter(Buffers):
+class ReduceScatter(Buffers):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        self.before()
-        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        self.after()
-        return work
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-class Torch:
+class Gather(Traps, AllGather):
+    """An all-gather with traps."""
+
+
+class Scatter(Traps, ReduceScatter):
+    """A reduce-scatter with traps."""
+
+
+class Torch(NeutralKit):
     """hpcompat on torch."""
 
     name = "torch"
-
-    def fully_shard(self, module: Any, **options: Any) -> Any:
-        return hpcompat.fully_shard(module, **options)
-
-    def replicate(self, module: Any, **options: Any) -> Any:
-        return hpcompat.replicate(module, **options)
+    gather, scatter = Gather, Scatter
 
     def mixed_policy(self) -> Any:
         return hpcompat.MixedPrecisionPolicy(torch.float16, torch.float32)
@@ -139,25 +121,10 @@ class Torch:
 
         return inside
 
-    def gather(self, *, before: Callback, after: Callback) -> Gather:
-        return Gather(before=before, after=after)
-
-    def scatter(self, *, before: Callback, after: Callback) -> Scatter:
-        return Scatter(before=before, after=after)
-
-    def at_event(self, name: str, module: Any, callback: Callback) -> AbstractContextManager[None]:
-        return at_hpcompat_event(name, module, callback)
-
-    def value_and_grad(self, function: Callable[..., Any], weights: list[Any]) -> Callable[..., Any]:
-        return hpcompat.value_and_grad(function, weights)
-
     def optimizer(self, model: nn.Module, kind: str) -> Any:
         if kind == "sgd":
             return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
         return torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
-
-    def step(self, optimizer: Any, *, closure: Callback | None = None) -> None:
-        hpcompat.optimizer_step(optimizer, closure)
 
     def states(self, optimizer: Any) -> list[np.ndarray[Any, Any]]:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

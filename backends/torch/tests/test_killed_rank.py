@@ -7,41 +7,20 @@ from pathlib import Path
 import pytest
 
 import killed_rank
-from hpcompat import CollectiveError
 from hpcompat_torch import collectives
 
-MODELS = Path(__file__).parent
-LAUNCHER_SAYS = "Signal 9 (SIGKILL) received"
+HERE = {"backend": "torch", "model": "neutral_models", "models": Path(__file__).parent}
 
 
 @pytest.mark.parametrize("where", killed_rank.WHERE)
 def test_a_killed_rank(where: str) -> None:
-    status, stderr = killed_rank.run("--model=neutral_models", "--where", where, backend="torch", models=MODELS)
-    assert status != 0
-    killed_rank.check_named(stderr, where=where)
-    assert LAUNCHER_SAYS in stderr
+    killed_rank.check_killed(where, launcher_says="Signal 9 (SIGKILL) received", **HERE)
 
 
 @pytest.mark.parametrize("where", ["backward", "optimizer"])
 def test_a_rank_that_hangs(where: str) -> None:
-    """Nothing ends it or tells the others; they wait as long as they were told to."""
-    # One way each to say how long.
-    options, environ = (["--timeout=5"], {}) if where == "backward" else ([], {"HPCOMPAT_TIMEOUT": "5"})
-    status, stderr = killed_rank.run(
-        "--model=neutral_models", "--where", where, "--hang", *options, backend="torch", models=MODELS, environ=environ
-    )
-    assert status != 0
-    killed_rank.check_named(stderr, where=where)
-    assert "CollectiveError: expected every rank in the" in stderr
-
-
-class OwnError(RuntimeError):
-    """Such as a custom collective may raise."""
+    killed_rank.check_hung(where, **HERE)
 
 
 def test_only_errors_of_the_transport_are_explained() -> None:
-    collectives.explain(OwnError("mine"), collective="all-gather", owner=None)
-    cause = RuntimeError("gone")
-    with pytest.raises(CollectiveError) as caught:
-        collectives.explain(cause, collective="all-gather", owner=None)
-    assert caught.value.__cause__ is cause
+    killed_rank.check_only_errors_of_the_transport(collectives.explain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from behaviour.registry import Behaviour, behaviours_of
+from behaviour.registry import Behaviour, behaviours_of, run
 from hpcompat_conformance.pool import PoolSet
 from optimizers import (
     around,
@@ -31,7 +31,4 @@ ALL = behaviours_of(
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("behaviour", ALL, ids=[found.id for found in ALL])
 def test_behaviour(behaviour: Behaviour, pool: PoolSet) -> None:
-    if behaviour.world_size == 1:
-        behaviour.function(**behaviour.arguments)
-    else:
-        pool(behaviour.world_size).run(behaviour.function, **behaviour.arguments)
+    run(behaviour, pool)

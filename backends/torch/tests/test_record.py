@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,9 @@ import pytest
 from safetensors.torch import load_file
 
 import recorded_model
-from hpcompat.cli import main
+from comparing import compared
 from hpcompat.record import PHASES
 from hpcompat_conformance.pool import PoolSet
-
-
-def compared(one: Path, other: Path, *options: str, status: int) -> dict[str, Any]:
-    out = one.parent / "found.json"
-    assert main(["compare", str(one), str(other), "--json", str(out), *options]) == status
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
 
 
 def test_recordings_on_one_rank_and_on_two_are_equal(pool: PoolSet, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import traced_decoder
+import traced_steps
 from hpcompat.cli import main
 from hpcompat.cli.trace_file import load
 from hpcompat_conformance.pool import PoolSet
@@ -19,25 +20,14 @@ HANG_SECONDS = 300
 SMALL = ["--layers=2", "--width=32", "--seq-len=32", "--batch=4", "--steps=2"]
 
 
-@pytest.mark.parametrize(("shape", "reduced"), [((2,), "reduce-scatter"), ((2, 1), "all-reduce")])
+@pytest.mark.parametrize(("shape", "reduced"), traced_steps.SHAPES)
 def test_a_traced_step_is_the_same_step(
     pool: PoolSet, tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: tuple[int, ...], reduced: str
 ) -> None:
     results = pool(2).run(traced_decoder.run, shape=shape, out=tmp_path)
-    (events, spans), (others_events, others_spans) = results
-    assert events == others_events
-    assert spans == others_spans
-    gathered = "all-gather" if len(shape) == 1 else "copy"
-    for unit, num_gathers in (("", 1), ("layers.0", 2), ("layers.1", 2)):
-        # In each of two steps; the root stays unsharded until its gradients are reduced.
-        assert spans["gather", gathered, unit] == spans["memory", "unsharded", unit] == 2 * num_gathers
-        assert spans["compute", "forward", unit] == spans["compute", "backward", unit] == 2
-        assert sum(spans[lane, reduced, unit] for lane in ("reduce", "all-reduce")) == 2
-        assert spans["blocked", f"finish {reduced}", unit] == 2
+    traced_steps.check(results, layers=("layers.0", "layers.1"), shape=shape, reduced=reduced)
     files = [str(path) for path in sorted(tmp_path.glob("*.json"))]
-    assert main(["trace", "view", *files, "--width", "100"]) == 0
-    printed = capsys.readouterr().out
-    assert all(text in printed for text in ("rank 0 of 2  torch", "rank 1 of 2  torch", "(root)", "layers.1"))
+    traced_steps.check_command(files, backend="torch", layer="layers.1", capsys=capsys)
     assert main(["trace", "plot", *files, "--out", str(tmp_path / "trace.svg")]) == 0
     assert ">layers.1</text>" in (tmp_path / "trace.svg").read_text()
 

@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import hpcompat
 from hpcompat.core import events
 
 Callback = Callable[..., None]
 
 UNITS = ("first", "middle", "root")
+NUM_LAYERS, NUM_IN, NUM_HIDDEN, NUM_OUT = 3, 6, 7, 5
 
 
 class Fault(Exception):
@@ -103,6 +105,56 @@ def at_hpcompat_event(name: str | None, module: Any, callback: Callback) -> Iter
         yield
     finally:
         events.listeners.remove(listen)
+
+
+class NeutralKit:
+    """What kits of hpcompat have in common, whatever the framework; the rest of :class:`Kit` is the framework's."""
+
+    def fully_shard(self, module: Any, **options: Any) -> Any:
+        return hpcompat.fully_shard(module, **options)
+
+    def replicate(self, module: Any, **options: Any) -> Any:
+        return hpcompat.replicate(module, **options)
+
+    def at_event(self, name: str | None, module: Any, callback: Callback) -> AbstractContextManager[None]:
+        return at_hpcompat_event(name, module, callback)
+
+    def value_and_grad(self, function: Callable[..., Any], weights: list[Any]) -> Callable[..., Any]:
+        return hpcompat.value_and_grad(function, weights)
+
+    def step(self, optimizer: Any, *, closure: Callback | None = None) -> None:
+        hpcompat.optimizer_step(optimizer, closure)
+
+
+def unchanged(tensor: Any) -> Any:
+    return tensor
+
+
+class LayerParts:
+    """Two linear maps around a relu: what a layer of :meth:`Kit.net` does, for a module class of any framework."""
+
+    def make_parts(self, linear: Callable[[int, int], Any]) -> None:
+        self.up, self.down = linear(NUM_IN, NUM_HIDDEN), linear(NUM_HIDDEN, NUM_IN)
+        self.inside: Callable[[Any], Any] = unchanged
+        self.is_short = False
+
+    def run(self, inputs: Any, *, relu: Callable[[Any], Any]) -> Any:
+        if self.is_short:
+            return inputs + self.down.bias
+        return inputs + self.down(self.inside(relu(self.up(inputs))))
+
+
+class Traps:
+    """A mixin for collectives: something to call before and after they communicate."""
+
+    def __init__(self, *, before: Callback, after: Callback) -> None:
+        self.before, self.after = before, after
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.before()
+        work = super().__call__(*args, **options)  # type: ignore[misc]
+        self.after()
+        return work
 
 
 @dataclass

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeVar
 
+from hpcompat_conformance.pool import PoolSet
+
 Function = TypeVar("Function", bound=Callable[..., None])
 
 
@@ -24,6 +26,14 @@ class Behaviour:
         module = self.function.__module__.rpartition(".")[2]
         arguments = [f"{name}={_short(value)}" for name, value in self.arguments.items()]
         return "-".join([f"{module}.{self.function.__name__}", *arguments, str(self.world_size)])
+
+
+def run(behaviour: Behaviour, pool: PoolSet) -> None:
+    """On one rank in this process, on several in the pool."""
+    if behaviour.world_size == 1:
+        behaviour.function(**behaviour.arguments)
+    else:
+        pool(behaviour.world_size).run(behaviour.function, **behaviour.arguments)
 
 
 def _short(value: object) -> str:
