@@ -106,6 +106,26 @@ class AroundForward(ABC):
                 output = self._cast_output(done, output)
         return self._cast_output(unit, output)
 
+    def install(self, unit: Unit) -> None:
+        """Hook every module of ``unit``. For modules that take hooks as those of torch do; else override it."""
+        is_list = len(unit.modules) > 1
+        for index, module in enumerate(unit.modules):
+            before, after = self.hooks(unit, index)
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            # In a list, members that raise must not be waited for.
+            module.register_forward_hook(after, prepend=False, always_call=is_list)
+
+    def hooks(self, unit: Unit, index: int) -> tuple[Callable[..., tuple[Args, Kwargs]], Callable[..., Any]]:
+        """:meth:`before` and :meth:`after` as frameworks call hooks of module ``index``."""
+
+        def pre_forward_hook(module: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+            return self.before(unit, index, args, kwargs)
+
+        def post_forward_hook(module: Any, args: Any, output: Any) -> Any:
+            return self.after(unit, index, output)
+
+        return pre_forward_hook, post_forward_hook
+
     def watch_outputs(self, unit: Unit, output: Any) -> Any:
         """Have ``unit.pre_backward`` called for every tensor in ``output``."""
         tensors = self.tree.with_grad(output)

@@ -12,6 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
+
+from hpcompat.errors import StateDictError, UserError
+from hpcompat.placement import is_shard
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -59,8 +63,55 @@ class ShardLayout:
     def is_even(self) -> bool:
         return self.shape[self.dim] % self.world_size == 0
 
+    def check_even(self, name: str) -> None:
+        """
+        Raises:
+            NotImplementedError: cut along another dim than the first into chunks of several lengths.
+        """
+        if self.dim > 0 and not self.is_even:
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {self.dim}, but got {name!r} of shape {self.shape} "
+                f"(world size: {self.world_size}); shard it on dim 0, where any size works"
+            )
+
     def _with_length(self, length: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+
+def shard_dim(placement: Any, *, name: str, shape: Sequence[int]) -> int:
+    """The dim along which parameter ``name`` is cut, not negative; the first where there is no placement.
+
+    Raises:
+        UserError: not a ``Shard``, or one along a dim that the parameter does not have.
+    """
+    if placement is None:
+        return 0
+    if not is_shard(placement):
+        raise UserError(f"expected a Shard placement for parameter {name!r}, but got {placement!r}")
+    dim: int = placement.dim
+    num_dims = len(shape)
+    if not -num_dims <= dim < num_dims:
+        raise UserError(
+            f"Shard dim {dim} is invalid for {num_dims}D tensor: expected a dim from {-num_dims} to {num_dims - 1}, "
+            f"but got it for parameter {name!r} of shape {tuple(shape)}"
+        )
+    return dim % num_dims
+
+
+def is_whole(shape: Sequence[int], *, name: str, whole: Sequence[int], shard: Sequence[int]) -> bool:
+    """Whether a value of ``shape`` to load into parameter ``name`` is the whole of it, and not this rank's shard.
+
+    Raises:
+        StateDictError: it is neither.
+    """
+    if tuple(shape) == tuple(whole):
+        return True
+    if tuple(shape) == tuple(shard):
+        return False
+    raise StateDictError(
+        f"expected the value of {name!r} to have the global shape {tuple(whole)} or the local shape {tuple(shard)}, "
+        f"but got {tuple(shape)}"
+    )
 
 
 def offsets(sizes: Iterable[int], *, alignment: int = 1) -> tuple[list[int], int]:

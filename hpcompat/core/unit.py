@@ -289,7 +289,7 @@ def init_root(root: Unit) -> None:
     for unit in units:
         for group in unit.groups:
             group.prepare()
-    root.backend.check_ready(root.modules[0])
+    _check_buffers(root)
     # Only now, so that a refused forward can be mended and tried again.
     for unit in units:
         unit.is_root = unit is root
@@ -299,6 +299,16 @@ def init_root(root: Unit) -> None:
         # The root's parameters are the first that backward needs.
         for group in root.groups:
             group.post_forward_mesh_info = None
+
+
+def _check_buffers(root: Unit) -> None:
+    on_meta = root.backend.buffers_on_meta(root.modules[0])
+    if on_meta:
+        raise RuntimeError(
+            "expected buffers to be materialized from meta device before training, but got buffers on it: "
+            f"{on_meta}; call module.to_empty(device=...) and compute them again (no state dict holds the "
+            "non-persistent ones)"
+        )
 
 
 def _collect_units(root: Unit) -> list[Unit]:

@@ -55,7 +55,8 @@ def wrap(backend: Backend, modules: tuple[Any, ...], options: WrapOptions) -> Un
     for module in modules:
         _check_module(backend, module, options.label)
     device = backend.device_of(options.mesh_info.mesh)
-    backend.check_policies(options.mp_policy, options.offload_policy, device)
+    _check_dtypes(backend, options.mp_policy)
+    backend.check_offload(options.offload_policy, device)
     managed = managed_modules(backend, modules, options.ignored_params)
     parameters = _managed_parameters(backend, managed, options)
     buffers = _unique(buffer for module in managed for buffer in backend.buffers(module))
@@ -121,6 +122,17 @@ def _check_module(backend: Backend, module: Any, label: str) -> None:
             f"{_call_of(label)} does not support containers that do not implement forward, but got "
             f"{type(module).__name__}; wrap its members, or pass them as a list"
         )
+
+
+def _check_dtypes(backend: Backend, mp_policy: MixedPrecisionPolicy) -> None:
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mp_policy, name)
+        if dtype is None:
+            continue
+        if not backend.is_dtype(dtype):
+            raise TypeError(f"expected mp_policy.{name} to be a {backend.name}.dtype, but got {dtype!r}")
+        if not backend.is_floating(dtype):
+            raise ValueError(f"expected mp_policy.{name} to be a floating dtype, but got {dtype}")
 
 
 def _call_of(label: str) -> str:

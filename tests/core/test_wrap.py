@@ -129,7 +129,7 @@ def test_only_modules_are_wrapped(value: Any) -> None:
         ({"shard_placement_fn": lambda parameter: 0}, ValueError, "Invalid shard_placement_fn result"),
         ({"mp_policy": np.float16}, TypeError, "mp_policy to be a MixedPrecisionPolicy"),
         ({"mp_policy": None}, TypeError, "mp_policy to be a MixedPrecisionPolicy"),
-        ({"mp_policy": hpcompat.MixedPrecisionPolicy(param_dtype=np.int32)}, ValueError, "floating dtypes"),
+        ({"mp_policy": hpcompat.MixedPrecisionPolicy(param_dtype=np.int32)}, ValueError, "floating dtype"),
         ({"offload_policy": True}, TypeError, "offload_policy to be an OffloadPolicy"),
         ({"offload_policy": hpcompat.CPUOffloadPolicy()}, CapabilityError, "pinned memory"),
         ({"ignored_params": "weight"}, TypeError, "ignored_params to be a set of parameters"),

@@ -14,7 +14,7 @@ from hpcompat.contract.backend import WrapSpec
 from hpcompat.contract.scheduler import GroupTensors, HookedUnit, Notes, Streams
 from hpcompat.errors import CapabilityError
 from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo
-from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
+from hpcompat.policy import OffloadPolicy
 from hpcompat_mindspore import (
     autograd,
     checkpoint,
@@ -143,14 +143,13 @@ class MindSporeBackend:
     def streams(self, device: str) -> Streams:
         return streams_of(device)
 
-    def check_policies(self, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy, device: str) -> None:
-        probe.require()
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            dtype = getattr(mp_policy, name)
-            if dtype is not None and not isinstance(dtype, mindspore.Type):
-                raise TypeError(f"expected mp_policy.{name} to be a MindSpore dtype, but got {dtype!r}")
-            if dtype is not None and not is_floating(dtype):
-                raise ValueError(f"expected mp_policy.{name} to be a floating dtype, but got {dtype}")
+    def is_dtype(self, value: object) -> bool:
+        return isinstance(value, mindspore.Type)
+
+    def is_floating(self, dtype: mindspore.Type) -> bool:
+        return is_floating(dtype)
+
+    def check_offload(self, offload_policy: OffloadPolicy, device: str) -> None:
         if getattr(offload_policy, "pin_memory", False):
             raise CapabilityError(
                 backend=self.name,
@@ -169,16 +168,11 @@ class MindSporeBackend:
                 parameter.init_data()
 
     def make_group(self, spec: WrapSpec) -> GroupTensors:
+        probe.require()
         return MindSporeGroupTensors(spec)
 
-    def check_ready(self, module: nn.Cell) -> None:
-        on_meta = [name for name, buffer in module.named_buffers() if buffer.is_meta]
-        if on_meta:
-            raise RuntimeError(
-                "expected buffers to be materialized from meta device before training, but got buffers on it: "
-                f"{on_meta}; call module.to_empty(device=...) and compute them again (no state dict holds the "
-                "non-persistent ones)"
-            )
+    def buffers_on_meta(self, module: nn.Cell) -> list[str]:
+        return [name for name, buffer in module.named_buffers() if buffer.is_meta]
 
     # Autograd
 

@@ -13,7 +13,7 @@ import mindspore
 from mindspore import Tensor
 
 from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
-from hpcompat.core import failure
+from hpcompat.core import failure, in_flight
 from hpcompat.errors import CapabilityError
 from hpcompat_mindspore.communicator import Communicator, Work
 from hpcompat_mindspore.tensors import HOST, Buffer, Memory, memory_of
@@ -45,31 +45,13 @@ def explain(error: RuntimeError, *, collective: str, owner: HookedGroup | None) 
         raise failure.failed(error, collective=collective, owner=owner) from error
 
 
-class GatherInFlight:
-    """An all-gather and its flat output, ``[world size, elements per rank]``; ``output`` is ``None`` where nothing
-    travels.
-    """
-
-    __slots__ = ("_memory", "_owner", "_tensor", "event", "is_async", "output", "source", "work", "world_size")
+class GatherInFlight(in_flight.GatherInFlight):
+    __slots__ = ("_memory", "_tensor")
 
     def __init__(
-        self,
-        output: Buffer | None,
-        *,
-        source: Any,
-        world_size: int,
-        work: Any = None,
-        tensor: Tensor | None = None,
-        memory: Memory | None = None,
-        owner: HookedGroup | None = None,
+        self, output: Buffer | None, *, tensor: Tensor | None = None, memory: Memory | None = None, **options: Any
     ) -> None:
-        self.output = output
-        self.source = source
-        self.world_size = world_size
-        self.work = work
-        self.event = None
-        self.is_async = work is not None
-        self._owner = owner
+        super().__init__(output, **options)
         # The output of a custom collective, which may fill it by operations that are still queued.
         self._tensor, self._memory = tensor, memory
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mindspore
 from mindspore import Parameter, Tensor
 
 from hpcompat.contract.states import TrainingState
+from hpcompat.core import gradients
 from hpcompat.core.identity import mark, mark_of
 from hpcompat_mindspore import autograd
 from hpcompat_mindspore.mpi import progress
@@ -28,7 +29,8 @@ from hpcompat_mindspore.reduction import ReductionInFlight
 
 if TYPE_CHECKING:
     from hpcompat.contract.scheduler import ReduceRequest
-    from hpcompat_mindspore.tensors import Buffer, Memory
+    from hpcompat.core.gradients import GradientBucket
+    from hpcompat_mindspore.tensors import Memory
 
 _NOTHING = Tensor(0.0, mindspore.float32)
 
@@ -119,108 +121,44 @@ def make_gradient_own(parameter: Parameter, memory: Memory) -> None:
         parameter.register_hook(memory.copy_of)
 
 
-# Buckets
+# Between backwards and the reduction
 
 
-class GradientBucket:
-    """Gradients with one reduce dtype and one original dtype."""
+class GroupGradients(gradients.GroupGradients["ShardedParam"]):
+    """What the hooks have captured, and what is kept of it."""
 
-    __slots__ = ("grads", "orig_dtype", "params", "reduce_dtype")
+    wide_dtypes = (mindspore.float32, mindspore.bfloat16)
 
-    def __init__(self, reduce_dtype: Any, orig_dtype: Any) -> None:
-        self.reduce_dtype = reduce_dtype
-        self.orig_dtype = orig_dtype
-        self.params: list[ShardedParam] = []
-        self.grads: list[Buffer] = []
+    def has_new_gradients(self) -> bool:
+        return any(param.new_grad is not None for param in self.params)
 
-    @property
-    def overflow_risk(self) -> bool:
-        return self.reduce_dtype not in (mindspore.float32, mindspore.bfloat16)
+    def watch_gradients(self, note: Callable[[], None]) -> None:
+        """The hook that captures gradients is always there, and notes each one."""
 
+    def accumulate_gradients(self) -> None:
+        for param in self.params:
+            if param.accumulated_grad is not None and param.new_grad is not None:
+                new = param.memory.read(param.new_grad).reshape(-1)
+                param.accumulated_grad = param.memory.add(param.accumulated_grad, new)
+                param.new_grad = None
 
-# By reduce dtype and original dtype.
-Buckets = dict[tuple[Any, Any], GradientBucket]
+    def stash_gradients(self) -> None:
+        for param in self.params:
+            if param.new_grad is not None:
+                row = param.memory.read(param.new_grad).reshape(1, -1)
+                # Packing copies: the engine's memory may be shared with other gradients.
+                param.accumulated_grad = param.memory.pack([row], param.reduce_dtype or param.new_grad.dtype)
+                param.kept_dtype = param.reduce_dtype or param.new_grad.dtype
+                param.new_grad = None
 
-
-def has_new(params: Sequence[ShardedParam]) -> bool:
-    return any(param.new_grad is not None for param in params)
-
-
-def accumulate(params: Sequence[ShardedParam]) -> None:
-    """Add new gradients to kept ones."""
-    for param in params:
-        if param.accumulated_grad is not None and param.new_grad is not None:
-            new = param.memory.read(param.new_grad).reshape(-1)
-            param.accumulated_grad = param.memory.add(param.accumulated_grad, new)
-            param.new_grad = None
-
-
-def stash(params: Sequence[ShardedParam]) -> None:
-    """Keep new gradients, in the reduce dtype, for later backwards to add to."""
-    for param in params:
-        if param.new_grad is not None:
-            row = param.memory.read(param.new_grad).reshape(1, -1)
-            # Packing copies: the engine's memory may be shared with other gradients.
-            param.accumulated_grad = param.memory.pack([row], param.reduce_dtype or param.new_grad.dtype)
-            param.kept_dtype = param.reduce_dtype or param.new_grad.dtype
-            param.new_grad = None
+    def take_gradients(self, *, fill_unused: bool) -> list[GradientBucket[ShardedParam]]:
+        progress()  # reading a gradient waits until it is computed
+        return super().take_gradients(fill_unused=fill_unused)
 
 
-def take(params: Sequence[ShardedParam], *, fill_unused: bool) -> list[GradientBucket]:
-    """Every gradient that is due, in buckets; the parameters no longer hold them."""
-    progress()  # reading a gradient waits until it is computed
-    buckets: Buckets = {}
-    for param in params:
-        found = _take_one(param, fill_unused=fill_unused)
-        if found is not None:
-            _put(buckets, param, *found)
-    return list(buckets.values())
-
-
-def _put(buckets: Buckets, param: ShardedParam, grad: Buffer, dtype: Any) -> None:
-    key = (param.reduce_dtype or dtype, param.orig_dtype)
-    bucket = buckets.get(key)
-    if bucket is None:
-        bucket = buckets[key] = GradientBucket(*key)
-    bucket.params.append(param)
-    bucket.grads.append(grad)
-
-
-def _take_one(param: ShardedParam, *, fill_unused: bool) -> tuple[Buffer, Any] | None:
-    """A gradient and its dtype."""
-    grad = param.accumulated_grad
-    if grad is not None:
-        param.accumulated_grad = None
-        return grad, param.kept_dtype
-    if param.new_grad is not None:
-        new, param.new_grad = param.new_grad, None
-        return param.memory.read(new), new.dtype
-    if param.partial_grad is not None or (fill_unused and param.parameter.requires_grad):
-        # A partial sum still waits for its all-reduce, or the other ranks may have used the parameter.
-        return param.memory.zeros(param.layout.shape, param.param_dtype), param.param_dtype
-    return None
-
-
-def missing(params: Sequence[ShardedParam], buckets: Sequence[GradientBucket]) -> tuple[str, ...]:
-    """Names of the trainable parameters that are in none of ``buckets``."""
-    trainable = [param for param in params if param.parameter.requires_grad]
-    if sum(len(bucket.params) for bucket in buckets) >= len(trainable):
-        return ()
-    there = {param for bucket in buckets for param in bucket.params}
-    return tuple(param.name for param in trainable if param not in there)
-
-
-def zeros(params: Sequence[ShardedParam], *, missing: Collection[str]) -> list[GradientBucket]:
-    """What :func:`take` gives where all trainable parameters but the ``missing`` ones have gradients of zeros."""
-    buckets: Buckets = {}
-    for param in params:
-        if param.parameter.requires_grad and param.name not in missing:
-            dtype = param.param_dtype
-            _put(buckets, param, param.memory.zeros(param.layout.shape, dtype), dtype)
-    return list(buckets.values())
-
-
-def start_reduce(bucket: GradientBucket, request: ReduceRequest, *, memory: Memory, device: str) -> ReductionInFlight:
+def start_reduce(
+    bucket: GradientBucket[ShardedParam], request: ReduceRequest, *, memory: Memory, device: str
+) -> ReductionInFlight:
     """Lay the gradients out as ``[world size, per-rank elements]`` and issue the collectives.
 
     Each rank's row holds its padded chunk of every gradient, in order; packing casts to the reduce dtype.
@@ -233,7 +171,7 @@ def start_reduce(bucket: GradientBucket, request: ReduceRequest, *, memory: Memo
     flat = memory.pack(columns, bucket.reduce_dtype, out=out)
     bucket.grads = []  # the copies are made: let autograd's memory go
     reduction = ReductionInFlight(
-        bucket.params,
+        params=bucket.params,
         request=request,
         reduce_dtype=bucket.reduce_dtype,
         orig_dtype=bucket.orig_dtype,

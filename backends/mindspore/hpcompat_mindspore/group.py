@@ -14,7 +14,7 @@ shows may change only when the queue is empty: without that, gradients were wron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +34,11 @@ from hpcompat_mindspore.tensors import Buffer, is_floating, memory_of, numpy_dty
 if TYPE_CHECKING:
     from hpcompat.contract.backend import WrapSpec
     from hpcompat.contract.scheduler import GatherRequest, ReduceRequest
+    from hpcompat.core.gradients import GradientBucket
     from hpcompat.mesh import FSDPMeshInfo
 
 
-class GroupTensors:
+class GroupTensors(gradients.GroupGradients):
     """Implements :class:`hpcompat.contract.scheduler.GroupTensors` for MindSpore."""
 
     def __init__(self, spec: WrapSpec) -> None:
@@ -262,32 +263,7 @@ class GroupTensors:
 
     # Gradients
 
-    def has_new_gradients(self) -> bool:
-        return gradients.has_new(self.params)
-
-    def watch_gradients(self, note: Callable[[], None]) -> None:
-        """The hook that captures gradients is always there, and notes each one."""
-
-    def accumulate_gradients(self) -> None:
-        gradients.accumulate(self.params)
-
-    def stash_gradients(self) -> None:
-        gradients.stash(self.params)
-
-    def take_gradients(self, *, fill_unused: bool) -> list[gradients.GradientBucket]:
-        return gradients.take(self.params, fill_unused=fill_unused)
-
-    def missing_gradients(self, buckets: Sequence[gradients.GradientBucket]) -> tuple[str, ...]:
-        return gradients.missing(self.params, buckets)
-
-    def zero_gradients(self, missing: Collection[str]) -> list[gradients.GradientBucket]:
-        return gradients.zeros(self.params, missing=missing)
-
-    def drop_gradients(self) -> None:
-        for param in self.params:
-            param.drop_gradients()
-
-    def start_reduce(self, bucket: gradients.GradientBucket, request: ReduceRequest) -> ReductionInFlight:
+    def start_reduce(self, bucket: GradientBucket[ShardedParam], request: ReduceRequest) -> ReductionInFlight:
         return gradients.start_reduce(bucket, request, memory=self._memory, device=self._device)
 
     def wait_for_offload(self) -> None:

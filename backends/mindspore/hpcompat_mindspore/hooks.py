@@ -9,18 +9,19 @@ so all gradients of the group are there by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mindspore
 from mindspore import Tensor, nn
 
-from hpcompat.core.around import Args, AroundForward, Kwargs
+from hpcompat.core.around import AroundForward
+from hpcompat.core.layout import is_whole
+from hpcompat.core.state_dict import after_reading, before_loading, before_reading
 from hpcompat.core.tree import TensorTree
 from hpcompat.core.unit import unit_of
-from hpcompat.errors import StateDictError
 from hpcompat_mindspore import autograd, gradients
-from hpcompat_mindspore.param import param_of
+from hpcompat_mindspore.param import ShardedParam, param_of
 from hpcompat_mindspore.tensors import cast_floating, memory_of
 
 if TYPE_CHECKING:
@@ -29,62 +30,22 @@ if TYPE_CHECKING:
 
 def install(unit: HookedUnit) -> None:
     """Hooks on every cell of ``unit``: forward, state dict, load."""
-    is_list = len(unit.modules) > 1
-    for index, module in enumerate(unit.modules):
-        before, after = _hooks(unit, index)
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        # In a list, members that raise must not be waited for.
-        module.register_forward_hook(after, prepend=False, always_call=is_list)
+    AROUND.install(unit)
     for group in unit.groups:
         params = group.tensors.params  # type: ignore[attr-defined]
         for param in params:
             param.owner = group
         for module in dict.fromkeys(module for param in params for module, _ in param.places):
-            module.register_state_dict_pre_hook(_reshard_hook(group))
-            module.register_state_dict_post_hook(_shards_hook(group))
-            module.register_load_state_dict_pre_hook(_loading_hook(group))
+            module.register_state_dict_pre_hook(before_reading(group))
+            module.register_state_dict_post_hook(after_reading(group, shard_of=_shard_of))
+            module.register_load_state_dict_pre_hook(before_loading(group))
     for module in unit.modules:
         for _, parameter in _named_places(module):
             gradients.make_gradient_own(parameter, memory_of(unit.device))
 
 
-def _hooks(unit: HookedUnit, index: int) -> tuple[Callable[..., tuple[Args, Kwargs]], Callable[..., Any]]:
-    def pre_forward_hook(cell: nn.Cell, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        return AROUND.before(unit, index, args, kwargs)
-
-    def post_forward_hook(cell: nn.Cell, args: Any, output: Any) -> Any:
-        return AROUND.after(unit, index, output)
-
-    return pre_forward_hook, post_forward_hook
-
-
-def _reshard_hook(group: HookedGroup) -> Callable[..., None]:
-    def reshard_hook(*args: Any, **kwargs: Any) -> None:
-        if not group.is_in_use:
-            group.to_sharded()
-
-    return reshard_hook
-
-
-def _shards_hook(group: HookedGroup) -> Callable[..., None]:
-    """In the middle of a forward or a backward the parameters go on showing the whole; the shards go into the dict."""
-
-    def shards_hook(cell: nn.Cell, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if not group.is_in_use:
-            return
-        for param in group.tensors.params:  # type: ignore[attr-defined]
-            for holder, attribute in param.places:
-                if holder is cell and prefix + attribute in state_dict:
-                    state_dict[prefix + attribute] = param.shard
-
-    return shards_hook
-
-
-def _loading_hook(group: HookedGroup) -> Callable[..., None]:
-    def loading_hook(*args: Any, **kwargs: Any) -> None:
-        group.to_sharded_for_loading()
-
-    return loading_hook
+def _shard_of(param: ShardedParam, value: Tensor) -> Tensor:
+    return param.shard
 
 
 # Forward
@@ -191,13 +152,8 @@ def _named_places(module: Any) -> Iterable[tuple[str, Any]]:
 
 def _to_shard(name: str, value: Tensor, parameter: Any) -> Tensor:
     param = param_of(parameter)
-    if param is None or tuple(value.shape) == param.shard_shape:
+    if param is None or not is_whole(value.shape, name=name, whole=param.layout.shape, shard=param.shard_shape):
         return value
-    if tuple(value.shape) != param.layout.shape:
-        raise StateDictError(
-            f"expected the value of {name!r} to have the global shape {param.layout.shape} or the local shape "
-            f"{param.shard_shape}, but got {tuple(value.shape)}"
-        )
     with mindspore._no_grad():
         return param.memory.copy_of(
             param.memory.tensor(param.cut(param.memory.read(value)).reshape(-1), param.shard_shape)

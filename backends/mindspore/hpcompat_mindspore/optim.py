@@ -17,27 +17,16 @@ from mindspore.experimental import optim as experimental
 
 from hpcompat.errors import CapabilityError
 from hpcompat_mindspore import autograd
-from hpcompat_mindspore.adam import Adam, AdamW
+from hpcompat_mindspore.adam import Adam as Adam
+from hpcompat_mindspore.adam import AdamW as AdamW
 from hpcompat_mindspore.arithmetic import is_host
 from hpcompat_mindspore.autograd import executor
 from hpcompat_mindspore.mpi import progress
-from hpcompat_mindspore.norm import clip_grad_norm_
-from hpcompat_mindspore.optimizer import Optimizer, drop_gradients, gradient_of
+from hpcompat_mindspore.norm import clip_grad_norm_ as clip_grad_norm_
+from hpcompat_mindspore.optimizer import Optimizer, drop_gradients
+from hpcompat_mindspore.optimizer import gradient_of as gradient_of
 from hpcompat_mindspore.param import Shown, param_of
-from hpcompat_mindspore.sgd import SGD
-
-__all__ = [
-    "SGD",
-    "Adam",
-    "AdamW",
-    "clip_grad_norm_",
-    "gradient_of",
-    "init_state",
-    "is_optimizer",
-    "optimizer_state",
-    "step",
-    "zero_grad",
-]
+from hpcompat_mindspore.sgd import SGD as SGD
 
 _FOREIGN = (nn.Optimizer, experimental.Optimizer)
 # Of nn.Optimizer: with groups, a tuple with one for each parameter as well.

@@ -18,10 +18,9 @@ from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 
-from hpcompat.core.layout import ShardLayout
-from hpcompat.errors import UserError
+from hpcompat.core.gradients import Gradient
+from hpcompat.core.layout import ShardLayout, shard_dim
 from hpcompat.mesh import DataParallelMeshInfo, FSDPMeshInfo, shard_rank, shard_world_size
-from hpcompat.placement import is_shard
 from hpcompat_mindspore.tensors import Buffer, Memory
 
 # By the identity of the parameter, which its owner keeps alive.
@@ -53,7 +52,7 @@ class ShardedParam:
         self.name = places[0][1]
         self.mesh_info = mesh_info
         self.memory = memory
-        self.dim = _shard_dim(parameter, self.name, placement)
+        self.dim = shard_dim(placement, name=self.name, shape=parameter.shape)
         self.world_size, self.rank = shard_world_size(mesh_info), shard_rank(mesh_info)
         self.layout = ShardLayout(tuple(parameter.shape), self.dim, self.world_size)
         _check_shardable(parameter, self.name, self.layout)
@@ -231,6 +230,27 @@ class ShardedParam:
             flat = self.memory.add(self.memory.read(existing).reshape(-1), flat[: prod(self.shard_shape)])
         setattr(self.parameter, attribute, self.memory.tensor(flat, self.shard_shape))
 
+    @property
+    def is_trainable(self) -> bool:
+        return bool(self.parameter.requires_grad)
+
+    def take_gradient(self, *, fill_unused: bool) -> Gradient | None:
+        """As :class:`hpcompat.core.gradients.ReducedParam` says; likewise the next."""
+        grad = self.accumulated_grad
+        if grad is not None:
+            self.accumulated_grad = None
+            return grad, self.kept_dtype
+        if self.new_grad is not None:
+            new, self.new_grad = self.new_grad, None
+            return self.memory.read(new), new.dtype
+        if self.partial_grad is not None or (fill_unused and self.is_trainable):
+            # A partial sum still waits for its all-reduce, or the other ranks may have used the parameter.
+            return self.zero_gradient()
+        return None
+
+    def zero_gradient(self) -> Gradient:
+        return self.memory.zeros(self.layout.shape, self.param_dtype), self.param_dtype
+
     def drop_gradients(self) -> None:
         self.new_grad = self.returned_grad = None
         self.accumulated_grad = self.partial_grad = None
@@ -285,32 +305,13 @@ def full_tensor(parameter: Parameter, value: Tensor | None = None) -> Tensor:
     return memory.copy_of(memory.tensor(flat, param.layout.shape))
 
 
-def _shard_dim(parameter: Parameter, name: str, placement: Any) -> int:
-    if placement is None:
-        return 0
-    if not is_shard(placement):
-        raise UserError(f"expected a Shard placement for parameter {name!r}, but got {placement!r}")
-    dim: int = placement.dim
-    normalized = dim + parameter.ndim if dim < 0 else dim
-    if not 0 <= normalized < parameter.ndim:
-        raise UserError(
-            f"Shard dim {dim} is invalid for {parameter.ndim}D tensor: expected a dim from {-parameter.ndim} to "
-            f"{parameter.ndim - 1}, but got it for parameter {name!r} of shape {tuple(parameter.shape)}"
-        )
-    return normalized
-
-
 def _check_shardable(parameter: Parameter, name: str, layout: ShardLayout) -> None:
     if not parameter.is_meta and not parameter.is_contiguous():
         raise NotImplementedError(
             f"FSDP does not support non-contiguous parameters yet, but got {name!r} of shape {tuple(parameter.shape)}; "
             "make it contiguous before wrapping"
         )
-    if layout.dim > 0 and not layout.is_even:
-        raise NotImplementedError(
-            f"FSDP does not support uneven sharding on dim {layout.dim}, but got {name!r} of shape {layout.shape} "
-            f"(world size: {layout.world_size}); shard it on dim 0, where any size works"
-        )
+    layout.check_even(name)
 
 
 def places_of(

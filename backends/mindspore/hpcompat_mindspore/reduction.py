@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspore import Tensor
 
+from hpcompat.core import in_flight
 from hpcompat_mindspore import collectives
 
 if TYPE_CHECKING:
-    from hpcompat.contract.scheduler import ReduceRequest
     from hpcompat_mindspore.param import ShardedParam
     from hpcompat_mindspore.tensors import Buffer, Memory
 
 
-class ReductionInFlight:
-    """A reduction whose collective has been issued; holds everything needed to finish it."""
-
-    def __init__(
-        self,
-        params: Sequence[ShardedParam],
-        *,
-        request: ReduceRequest,
-        reduce_dtype: Any,
-        orig_dtype: Any,
-        flat: Buffer,
-        memory: Memory,
-        device: str,
-    ) -> None:
-        self.params = params
-        self.request = request
-        self.post_stream = request.reduce_stream
-        self.post_event: Any = None
-        self._dtype, self._orig_dtype = reduce_dtype, orig_dtype
+class ReductionInFlight(in_flight.ReductionInFlight["ShardedParam"]):
+    def __init__(self, *, reduce_dtype: Any, flat: Buffer, memory: Memory, device: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._dtype = reduce_dtype
         self._memory, self._device = memory, device
         self._input: Buffer | None = flat
         self._output: Buffer = flat  # unless there are other shards to scatter to
-        self._work: Any = None
-        self._collective = "reduce-scatter"
-        self._is_done = False
 
     # Issue
 
@@ -50,7 +31,7 @@ class ReductionInFlight:
         if request.shard_world_size > 1 and self._output.size > 0:
             self._reduce_scatter()
         if request.all_reduce_group is not None:
-            self._wait()
+            self._wait_for_work()
             self._all_reduce() if request.all_reduce else self._keep_partial()
 
     def _reduce_scatter(self) -> None:
@@ -61,7 +42,7 @@ class ReductionInFlight:
             return
         if request.comm is None:
             self._output = memory.empty(numel, self._dtype)
-            self._work = collectives.reduce_scatter(
+            self.work = collectives.reduce_scatter(
                 self._output, self._input, group=request.scatter_group, op=request.plan.scatter_op
             )
             return
@@ -86,7 +67,7 @@ class ReductionInFlight:
         request = self.request
         if request.takes_part:
             self._collective = "all-reduce"
-            self._work = collectives.all_reduce(
+            self.work = collectives.all_reduce(
                 self._output, group=request.all_reduce_group, op=request.plan.all_reduce_op
             )
 
@@ -108,22 +89,16 @@ class ReductionInFlight:
 
     # Complete
 
-    def complete(self) -> None:
-        if self._is_done:
-            return
-        self._is_done = True
-        self._wait()
+    def _finish(self) -> None:
         request, memory = self.request, self._memory
-        if request.pledge is not None:
-            request.pledge.settle()
         output = self._divide(self._output, request.plan.owed)
         if request.hook is not None:
             output = self._call_hook(request.hook, output)
         output = self._divide(output, request.plan.post)
         if request.scale is not None:
             output = memory.multiply(output, request.scale)
-        if not self.params[0].keeps_main_grad and self._dtype != self._orig_dtype:
-            output = memory.cast(output, self._orig_dtype)
+        if not self.params[0].keeps_main_grad and self._dtype != self.orig_dtype:
+            output = memory.cast(output, self.orig_dtype)
         for param, start in self._pieces():
             param.deliver(output[start : start + param.padded_numel])
 
@@ -139,16 +114,11 @@ class ReductionInFlight:
     def release_input(self) -> None:
         self._input = None
 
-    def abandon(self) -> None:
-        self._is_done = True
-        self._wait()
-        self.release_input()
-
-    def _wait(self) -> None:
-        if self._work is not None:
+    def _wait_for_work(self) -> None:
+        if self.work is not None:
             try:
-                self._work.wait()
+                self.work.wait()
             except RuntimeError as error:
                 collectives.explain(error, collective=self._collective, owner=self.request.owner)
                 raise
-            self._work = None
+            self.work = None

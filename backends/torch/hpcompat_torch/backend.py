@@ -18,7 +18,7 @@ from hpcompat.contract.scheduler import GroupTensors, HookedUnit, Notes, Streams
 from hpcompat.errors import CapabilityError
 from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo
 from hpcompat.module import HSDPModule
-from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
+from hpcompat.policy import OffloadPolicy
 from hpcompat_torch import (
     checkpoint,
     collectives,
@@ -144,15 +144,13 @@ class TorchBackend:
     def streams(self, device: torch.device) -> Streams:
         return streams_of(device)
 
-    def check_policies(
-        self, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy, device: torch.device
-    ) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            dtype = getattr(mp_policy, name)
-            if dtype is not None and not isinstance(dtype, torch.dtype):
-                raise TypeError(f"expected mp_policy.{name} to be a torch.dtype, but got {dtype!r}")
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"expected mp_policy.{name} to be a floating dtype, but got {dtype}")
+    def is_dtype(self, value: object) -> bool:
+        return isinstance(value, torch.dtype)
+
+    def is_floating(self, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point
+
+    def check_offload(self, offload_policy: OffloadPolicy, device: torch.device) -> None:
         if getattr(offload_policy, "pin_memory", False) and not torch.accelerator.is_available():
             raise CapabilityError(
                 backend=self.name,
@@ -181,14 +179,8 @@ class TorchBackend:
         optim.watch_for_stale_parameters()
         return TorchGroupTensors(spec)
 
-    def check_ready(self, module: nn.Module) -> None:
-        on_meta = [name for name, buffer in module.named_buffers() if buffer.is_meta]
-        if on_meta:
-            raise RuntimeError(
-                "expected buffers to be materialized from meta device before training, but got buffers on it: "
-                f"{on_meta}; call module.to_empty(device=...) and compute them again (no state dict holds the "
-                "non-persistent ones)"
-            )
+    def buffers_on_meta(self, module: nn.Module) -> list[str]:
+        return [name for name, buffer in module.named_buffers() if buffer.is_meta]
 
     # Autograd
 

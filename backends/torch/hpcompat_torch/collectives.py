@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hpcompat.comm import AllGather, ReduceOp, ReduceScatter
-from hpcompat.core import agreement, failure
+from hpcompat.core import agreement, failure, in_flight
 from hpcompat.errors import CapabilityError
 from hpcompat_torch.streams import current_stream
 
@@ -49,30 +49,8 @@ def explain(error: RuntimeError, *, collective: str, owner: HookedGroup | None) 
         raise failure.failed(error, collective=collective, owner=owner) from error
 
 
-class GatherInFlight:
-    """An all-gather and its flat output, ``[world size, elements per rank]``; ``output`` is ``None`` where nothing
-    travels.
-    """
-
-    __slots__ = ("_owner", "event", "is_async", "output", "source", "work", "world_size")
-
-    def __init__(
-        self,
-        output: torch.Tensor | None,
-        *,
-        source: Any,
-        world_size: int,
-        work: Any = None,
-        event: Any = None,
-        owner: HookedGroup | None = None,
-    ) -> None:
-        self.output = output
-        self.source = source
-        self.world_size = world_size
-        self.work = work
-        self.event = event
-        self.is_async = work is not None
-        self._owner = owner
+class GatherInFlight(in_flight.GatherInFlight):
+    __slots__ = ()
 
     def wait(self) -> None:
         if self.event is not None and self.output is not None:

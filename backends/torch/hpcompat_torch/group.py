@@ -11,7 +11,7 @@ memory, and its group copies in from then on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,11 @@ from hpcompat_torch.streams import has_streams, on_stream
 if TYPE_CHECKING:
     from hpcompat.contract.backend import WrapSpec
     from hpcompat.contract.scheduler import GatherRequest, ReduceRequest
+    from hpcompat.core.gradients import GradientBucket
     from hpcompat.mesh import FSDPMeshInfo
 
 
-class GroupTensors:
+class GroupTensors(gradients.GroupGradients):
     """Implements :class:`hpcompat.contract.scheduler.GroupTensors` for torch."""
 
     def __init__(self, spec: WrapSpec) -> None:
@@ -360,32 +361,7 @@ class GroupTensors:
 
     # Gradients
 
-    def has_new_gradients(self) -> bool:
-        return gradients.has_new(self.params)
-
-    def watch_gradients(self, note: Callable[[], None]) -> None:
-        gradients.watch(self.params, note)
-
-    def accumulate_gradients(self) -> None:
-        gradients.accumulate(self.params)
-
-    def stash_gradients(self) -> None:
-        gradients.stash(self.params)
-
-    def take_gradients(self, *, fill_unused: bool) -> list[gradients.GradientBucket]:
-        return gradients.take(self.params, fill_unused=fill_unused)
-
-    def missing_gradients(self, buckets: Sequence[gradients.GradientBucket]) -> tuple[str, ...]:
-        return gradients.missing(self.params, buckets)
-
-    def zero_gradients(self, missing: Collection[str]) -> list[gradients.GradientBucket]:
-        return gradients.zeros(self.params, missing=missing)
-
-    def drop_gradients(self) -> None:
-        for param in self.params:
-            param.drop_gradients()
-
-    def start_reduce(self, bucket: gradients.GradientBucket, request: ReduceRequest) -> ReductionInFlight:
+    def start_reduce(self, bucket: GradientBucket[ShardedParam], request: ReduceRequest) -> ReductionInFlight:
         return gradients.start_reduce(bucket, request, device=self._device, async_op=self._async_reduce)
 
     def wait_for_offload(self) -> None:

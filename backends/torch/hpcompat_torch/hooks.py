@@ -20,10 +20,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from hpcompat.core.around import Args, AroundForward, Kwargs
+from hpcompat.core.around import AroundForward
+from hpcompat.core.layout import is_whole
+from hpcompat.core.state_dict import after_reading, before_loading, before_reading
 from hpcompat.core.tree import TensorTree
 from hpcompat.core.unit import unit_of
-from hpcompat.errors import StateDictError
 from hpcompat.module import HSDPModule
 from hpcompat_torch import private
 from hpcompat_torch.native_view import NativeModule, NativeReplicateModule, StateView, refuse_unknown_methods, state_of
@@ -39,60 +40,19 @@ logger = logging.getLogger("hpcompat")
 
 def install(unit: HookedUnit) -> None:
     """Hooks on every module of ``unit``: forward, state dict, load."""
-    is_list = len(unit.modules) > 1
-    for index, module in enumerate(unit.modules):
-        before, after = _hooks(unit, index)
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        # In a list, members that raise must not be waited for.
-        module.register_forward_hook(after, prepend=False, always_call=is_list)
+    AROUND.install(unit)
     for group in unit.groups:
         holders = dict.fromkeys(module for param in group.tensors.params for module, _ in param.places)  # type: ignore[attr-defined]
         for module in holders:
-            module.register_state_dict_pre_hook(_reshard_hook(group))
-            module.register_state_dict_post_hook(_shards_hook(group))
-            module.register_load_state_dict_pre_hook(_loading_hook(group))
+            module.register_state_dict_pre_hook(before_reading(group))
+            module.register_state_dict_post_hook(after_reading(group, shard_of=_shard_of))
+            module.register_load_state_dict_pre_hook(before_loading(group))
             module.register_load_state_dict_post_hook(_rebind_hook(group))
 
 
-def _hooks(unit: HookedUnit, index: int) -> tuple[Callable[..., tuple[Args, Kwargs]], Callable[..., Any]]:
-    def pre_forward_hook(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        return AROUND.before(unit, index, args, kwargs)
-
-    def post_forward_hook(module: nn.Module, args: Any, output: Any) -> Any:
-        return AROUND.after(unit, index, output)
-
-    return pre_forward_hook, post_forward_hook
-
-
-def _reshard_hook(group: HookedGroup) -> Callable[..., None]:
-    def reshard_hook(*args: Any, **kwargs: Any) -> None:
-        if not group.is_in_use:
-            group.to_sharded()
-
-    return reshard_hook
-
-
-def _shards_hook(group: HookedGroup) -> Callable[..., None]:
-    """In the middle of a forward or backward the whole parameters stay where they are; the shards go into the dict."""
-
-    def shards_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if not group.is_in_use:
-            return
-        for param in group.tensors.params:  # type: ignore[attr-defined]
-            for holder, attribute in param.places:
-                name = prefix + attribute
-                if holder is module and name in state_dict:
-                    keeps_vars = state_dict[name].requires_grad
-                    state_dict[name] = param.sharded_param if keeps_vars else param.sharded_param.detach()
-
-    return shards_hook
-
-
-def _loading_hook(group: HookedGroup) -> Callable[..., None]:
-    def loading_hook(*args: Any, **kwargs: Any) -> None:
-        group.to_sharded_for_loading()
-
-    return loading_hook
+def _shard_of(param: ShardedParam, value: torch.Tensor) -> torch.Tensor:
+    """With ``keep_vars`` the parameter itself."""
+    return param.sharded_param if value.requires_grad else param.sharded_param.detach()
 
 
 def _rebind_hook(group: HookedGroup) -> Callable[..., None]:
@@ -310,19 +270,11 @@ def _units_below(module: Any) -> Iterable[HookedUnit]:
 
 def _to_shard(name: str, value: torch.Tensor, parameter: DTensor, owner: ShardedParam | None) -> DTensor:
     """``value`` as a DTensor like ``parameter``, without communication."""
-    is_plain = owner is not None and owner.spec.unsharded is None
-    if value.shape == parameter.shape:
-        if is_plain:
-            local = owner.cut(value)  # type: ignore[union-attr]
-        else:
+    local = value
+    if is_whole(value.shape, name=name, whole=parameter.shape, shard=parameter._local_tensor.shape):
+        if owner is None or owner.spec.unsharded is not None:
             return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    elif value.shape == parameter._local_tensor.shape:
-        local = value
-    else:
-        raise StateDictError(
-            f"expected the value of {name!r} to have the global shape {tuple(parameter.shape)} or the local shape "
-            f"{tuple(parameter._local_tensor.shape)}, but got {tuple(value.shape)}"
-        )
+        local = owner.cut(value)
     return DTensor.from_local(
         local,
         parameter.device_mesh,

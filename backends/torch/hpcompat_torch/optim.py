@@ -16,26 +16,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hpcompat_torch.kernels import is_element_wise
 from hpcompat_torch.loan import Loan
-from hpcompat_torch.local import distributed_like, gradient_of, is_distributed, local_of
-from hpcompat_torch.norm import clip_grad_norm_
+from hpcompat_torch.local import distributed_like, is_distributed, local_of
+from hpcompat_torch.local import gradient_of as gradient_of
+from hpcompat_torch.norm import clip_grad_norm_ as clip_grad_norm_
 from hpcompat_torch.param import clear_gradient, replaced_name
-from hpcompat_torch.scaler import step_if_finite, unscale_grads_
-
-__all__ = [
-    "SGD",
-    "Adam",
-    "AdamW",
-    "clip_grad_norm_",
-    "gradient_of",
-    "init_state",
-    "is_optimizer",
-    "optimizer_state",
-    "scaled_step",
-    "step",
-    "unscale_grads_",
-    "watch_for_stale_parameters",
-    "zero_grad",
-]
+from hpcompat_torch.scaler import step_if_finite
+from hpcompat_torch.scaler import unscale_grads_ as unscale_grads_
 
 logger = logging.getLogger("hpcompat")
 

@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from hpcompat.core.gradients import Gradient
 from hpcompat.core.identity import mark, mark_of
-from hpcompat.core.layout import ShardLayout, contiguous_strides
-from hpcompat.errors import UserError
+from hpcompat.core.layout import ShardLayout, contiguous_strides, shard_dim
 from hpcompat.mesh import DataParallelMeshInfo, FSDPMeshInfo, shard_rank, shard_world_size
-from hpcompat.placement import is_shard
 from hpcompat_torch.mesh import sharding_spec, spec_with_dtype
 from hpcompat_torch.private import AsyncCollectiveTensor, DTensorSpec
 
@@ -107,7 +106,7 @@ class ShardedParam:
         self._number = next(_numbers)
         _by_number[self._number] = self
         self.requires_grad = parameter.requires_grad
-        self.dim = _shard_dim(parameter, self.name, placement)
+        self.dim = shard_dim(placement, name=self.name, shape=parameter.shape)
         self.spec = sharding_spec(parameter, self.name, mesh_info, self.dim)
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
         self.world_size, self.rank = shard_world_size(mesh_info), shard_rank(mesh_info)
@@ -236,9 +235,29 @@ class ShardedParam:
                 grad = grad.wait()
         return grad.detach() if grad.requires_grad else grad
 
-    def zero_grad(self) -> torch.Tensor:
-        """A local gradient of zeros, for a parameter that was not used on this rank."""
-        return torch.zeros(self.layout.shape, dtype=self.param_dtype, device=self.device)
+    @property
+    def is_trainable(self) -> bool:
+        return self.sharded_param.requires_grad
+
+    def take_gradient(self, *, fill_unused: bool) -> Gradient | None:
+        """As :class:`hpcompat.core.gradients.ReducedParam` says; likewise the next."""
+        grad = self.accumulated_grad
+        unsharded = self.unsharded_param
+        if grad is not None:
+            self.accumulated_grad = None
+        elif unsharded is not None and unsharded.grad is not None:
+            grad = unsharded.grad
+            unsharded.grad = None
+        elif self.partial_grad is not None or (fill_unused and self.is_trainable):
+            # A partial sum still waits for its all-reduce, or the other ranks may have used the parameter.
+            return self.zero_gradient()
+        else:
+            return None
+        grad = grad if self.spec.unsharded is None and not grad.requires_grad else self.local_grad(grad)
+        return grad, grad.dtype
+
+    def zero_gradient(self) -> Gradient:
+        return torch.zeros(self.layout.shape, dtype=self.param_dtype, device=self.device), self.param_dtype
 
     def to_offload(self, grad: torch.Tensor, *, stream: Any) -> torch.Tensor:
         """A copy of ``grad`` in CPU memory; overlapped only if nothing on the CPU reads it during backward."""
@@ -286,32 +305,13 @@ class ShardedParam:
         return ShardLayout(self.layout.shape, 0, world_size).padded_numel
 
 
-def _shard_dim(parameter: nn.Parameter, name: str, placement: Any) -> int:
-    if placement is None:
-        return 0
-    if not is_shard(placement):
-        raise UserError(f"expected a Shard placement for parameter {name!r}, but got {placement!r}")
-    dim: int = placement.dim
-    normalized = dim + parameter.ndim if dim < 0 else dim
-    if not 0 <= normalized < parameter.ndim:
-        raise UserError(
-            f"Shard dim {dim} is invalid for {parameter.ndim}D tensor: expected a dim from {-parameter.ndim} to "
-            f"{parameter.ndim - 1}, but got it for parameter {name!r} of shape {tuple(parameter.shape)}"
-        )
-    return normalized
-
-
 def _check_shardable(local: torch.Tensor, name: str, layout: ShardLayout) -> None:
     if not local.is_contiguous():
         raise NotImplementedError(
             f"FSDP does not support non-contiguous parameters yet, but got {name!r} of shape {tuple(local.shape)} and "
             f"stride {local.stride()}; make it contiguous before wrapping"
         )
-    if layout.dim > 0 and not layout.is_even:
-        raise NotImplementedError(
-            f"FSDP does not support uneven sharding on dim {layout.dim}, but got {name!r} of shape {layout.shape} "
-            f"(world size: {layout.world_size}); shard it on dim 0, where any size works"
-        )
+    layout.check_even(name)
 
 
 def post_forward_param(param: ShardedParam, piece: torch.Tensor, mesh_info: FSDPMeshInfo) -> nn.Parameter:

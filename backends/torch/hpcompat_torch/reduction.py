@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hpcompat.core import agreement
+from hpcompat.core import agreement, in_flight
 from hpcompat.core.comm_ctx import NULL_STREAM
 from hpcompat_torch import collectives
 from hpcompat_torch.streams import current_stream, on_stream
@@ -18,29 +17,12 @@ if TYPE_CHECKING:
     from hpcompat_torch.param import ShardedParam
 
 
-class ReductionInFlight:
-    """A reduction whose collective has been issued; holds everything needed to finish it."""
-
-    def __init__(
-        self,
-        params: Sequence[ShardedParam],
-        *,
-        request: ReduceRequest,
-        orig_dtype: torch.dtype,
-        input: torch.Tensor | None,
-        output: torch.Tensor,
-    ) -> None:
-        self.params = params
-        self.request = request
-        self.orig_dtype = orig_dtype
+class ReductionInFlight(in_flight.ReductionInFlight["ShardedParam"]):
+    def __init__(self, *, input: torch.Tensor | None, output: torch.Tensor, **options: Any) -> None:
+        super().__init__(**options)
         self.input = input
         self.output = output
-        self.work: Any = None
-        self._collective = "reduce-scatter"
         self.input_event: Any = None
-        self.post_stream: Any = request.reduce_stream
-        self.post_event: Any = None
-        self._is_done = False
 
     # Issue
 
@@ -112,14 +94,8 @@ class ReductionInFlight:
 
     # Complete
 
-    def complete(self) -> None:
-        if self._is_done:
-            return
-        self._is_done = True
-        self._wait_for_work()
+    def _finish(self) -> None:
         request, device = self.request, self.output.device
-        if request.pledge is not None:
-            request.pledge.settle()
         if request.hook is not None:
             self._move_to_hook_stream(request)
         with on_stream(self.post_stream, device):
@@ -155,11 +131,6 @@ class ReductionInFlight:
         if self.input_event is not None:
             current_stream(self.output.device).wait_event(self.input_event)
         self.input = None
-
-    def abandon(self) -> None:
-        self._is_done = True
-        self._wait_for_work()
-        self.release_input()
 
     def _wait_for_work(self) -> None:
         if self.work is not None:

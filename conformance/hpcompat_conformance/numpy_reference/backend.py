@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpcompat.contract.scheduler import Streams
     from hpcompat.core.unit import Unit
     from hpcompat.mesh import DataParallelMeshDims, DataParallelMeshInfo, FSDPMeshInfo
-    from hpcompat.policy import MixedPrecisionPolicy, OffloadPolicy
+    from hpcompat.policy import OffloadPolicy
 
 
 class ModuleMixin:
@@ -128,18 +128,22 @@ class NumpyBackend:
     def place(self, parameters: Sequence[Parameter], buffers: Sequence[Buffer], device: str) -> None:
         """There is one device, and everything is on it."""
 
-    def check_policies(self, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy, device: str) -> None:
-        for dtype in (mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype):
-            if dtype is not None and not np.issubdtype(dtype, np.floating):
-                raise ValueError(f"expected floating dtypes in mp_policy, but got {dtype!r}")
+    def is_dtype(self, value: object) -> bool:
+        return isinstance(value, np.dtype | type)
+
+    def is_floating(self, dtype: Any) -> bool:
+        return bool(np.issubdtype(dtype, np.floating))
+
+    def check_offload(self, offload_policy: OffloadPolicy, device: str) -> None:
         if getattr(offload_policy, "pin_memory", False):
             raise CapabilityError(backend=self.name, capability="pinned memory", hint="pass pin_memory=False")
 
     def make_group(self, spec: WrapSpec) -> GroupTensors:
         return GroupTensors(spec, streams=self.device_streams)
 
-    def check_ready(self, module: Module) -> None:
+    def buffers_on_meta(self, module: Module) -> list[str]:
         """No array is ever without data here."""
+        return []
 
     # Autograd
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcompat.comm import ReduceOp
-from hpcompat.core import agreement
+from hpcompat.core import agreement, in_flight
 from hpcompat_conformance.numpy_reference.world import Array, Call, Group, Work
 
 if TYPE_CHECKING:
@@ -111,23 +111,20 @@ class GatherInFlight:
             self._work.wait()
 
 
-class ReductionInFlight:
+class ReductionInFlight(in_flight.ReductionInFlight["ShardedParam"]):
     """Implements :class:`hpcompat.contract.scheduler.Reduction`. All that it needs to finish came with its request."""
 
     def __init__(
         self, params: Sequence[ShardedParam], flat: Array, *, orig_dtype: Any, request: ReduceRequest, streams: Streams
     ) -> None:
-        self._params, self._orig_dtype, self._request, self._streams = params, orig_dtype, request, streams
+        super().__init__(params=params, request=request, orig_dtype=orig_dtype)
+        self._streams = streams
         self._input: Array | None = flat
         self._output = flat  # unless there are other shards to scatter to
-        self._work: Work | None = None
-        self._is_done = False
-        self.post_stream = request.reduce_stream
-        self.post_event: Any = None
         self._issue(flat)
 
     def _issue(self, flat: Array) -> None:
-        request = self._request
+        request = self.request
         request.reduce_stream.wait_stream(self._streams.current())
         _divide(flat, request.plan.pre)
         if request.shard_world_size > 1:
@@ -137,7 +134,7 @@ class ReductionInFlight:
             self._all_reduce() if request.all_reduce else self._keep_partial()
 
     def _reduce_scatter(self, flat: Array) -> None:
-        request = self._request
+        request = self.request
         comm = request.comm or ReduceScatter()
         self._output = comm.allocate((flat.size // request.shard_world_size,), dtype=flat.dtype, device="numpy")
         if not request.takes_part:
@@ -145,58 +142,45 @@ class ReductionInFlight:
             return
         call = functools.partial(comm, async_op=True) if request.comm is None else comm
         op = Reduce(request.plan.scatter_op, request.plan.premul)
-        self._work = call(output_tensor=self._output, input_tensor=flat, group=request.scatter_group, op=op)
+        self.work = call(output_tensor=self._output, input_tensor=flat, group=request.scatter_group, op=op)
 
     def _all_reduce(self) -> None:
-        self._wait()
+        self._wait_for_work()
         for param, piece in self._pieces():
             piece += 0 if param.partial_grad is None else param.partial_grad
             param.partial_grad = None
-        self._move_to(self._request.all_reduce_stream)
-        if self._request.takes_part:
-            op = Reduce(self._request.plan.all_reduce_op)
-            self._work = all_reduce(self._output, self._request.all_reduce_group, op)
+        self._move_to(self.request.all_reduce_stream)
+        if self.request.takes_part:
+            op = Reduce(self.request.plan.all_reduce_op)
+            self.work = all_reduce(self._output, self.request.all_reduce_group, op)
 
     def _keep_partial(self) -> None:
         """HSDP without all-reduce: the sum over the shards waits for a later backward to take it along."""
-        self._wait()
+        self._wait_for_work()
         for param, piece in self._pieces():
             param.partial_grad = piece if param.partial_grad is None else param.partial_grad + piece
-        self._finish()
+        self.post_event = self.post_stream.record_event()
+        self._is_done = True
 
-    def complete(self) -> None:
-        if self._is_done:
-            return
-        self._wait()
-        if self._request.pledge is not None:
-            self._request.pledge.settle()
-        _divide(self._output, self._request.plan.owed)
-        if self._request.hook is not None:
-            self._move_to(self._request.all_reduce_stream)
-            self._request.hook(self._output)
-        _divide(self._output, self._request.plan.post)
-        if self._request.scale is not None:
-            self._output *= self._output.dtype.type(self._request.scale)
+    def _finish(self) -> None:
+        _divide(self._output, self.request.plan.owed)
+        if self.request.hook is not None:
+            self._move_to(self.request.all_reduce_stream)
+            self.request.hook(self._output)
+        _divide(self._output, self.request.plan.post)
+        if self.request.scale is not None:
+            self._output *= self._output.dtype.type(self.request.scale)
         for param, piece in self._pieces():
-            param.deliver(piece, orig_dtype=self._orig_dtype)
-        self._finish()
+            param.deliver(piece, orig_dtype=self.orig_dtype)
+        self.post_event = self.post_stream.record_event()
 
     def release_input(self) -> None:
         self._streams.current().wait_event(self._input_event)
         self._input = None
 
-    def abandon(self) -> None:
-        self._wait()
-        self._is_done = True
-        self.release_input()
-
-    def _wait(self) -> None:
-        if self._work is not None:
-            agreement.wait(self._work)
-
-    def _finish(self) -> None:
-        self.post_event = self.post_stream.record_event()
-        self._is_done = True
+    def _wait_for_work(self) -> None:
+        if self.work is not None:
+            agreement.wait(self.work)
 
     def _move_to(self, stream: Any) -> None:
         if stream is not self.post_stream:
@@ -205,8 +189,8 @@ class ReductionInFlight:
 
     def _pieces(self) -> list[tuple[ShardedParam, Array]]:
         """The output, cut by parameter."""
-        ends = np.cumsum([param.layout.padded_numel for param in self._params])
-        return list(zip(self._params, np.split(self._output, ends[:-1]), strict=True))
+        ends = np.cumsum([param.layout.padded_numel for param in self.params])
+        return list(zip(self.params, np.split(self._output, ends[:-1]), strict=True))
 
 
 def _divide(buffer: Array, divisor: float | None) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcompat.contract.states import ShardedState
+from hpcompat.core.gradients import GroupGradients
 from hpcompat_conformance.numpy_reference.collectives import GatherInFlight, ReductionInFlight
 from hpcompat_conformance.numpy_reference.param import ShardedParam
 from hpcompat_conformance.numpy_reference.world import Array
@@ -16,24 +17,14 @@ from hpcompat_conformance.numpy_reference.world import Array
 if TYPE_CHECKING:
     from hpcompat.contract.backend import WrapSpec
     from hpcompat.contract.scheduler import GatherRequest, ReduceRequest, Streams
+    from hpcompat.core.gradients import GradientBucket
     from hpcompat.mesh import FSDPMeshInfo
 
 
-class GradientBucket:
-    """Gradients that are reduced together: one dtype on the way, one original dtype."""
-
-    def __init__(self, reduce_dtype: Any, orig_dtype: Any) -> None:
-        self.reduce_dtype, self.orig_dtype = reduce_dtype, orig_dtype
-        self.params: list[ShardedParam] = []
-        self.grads: list[Array] = []
-
-    @property
-    def overflow_risk(self) -> bool:
-        return bool(self.reduce_dtype != np.float32)  # numpy has no bfloat16
-
-
-class GroupTensors:
+class GroupTensors(GroupGradients["ShardedParam"]):
     """Implements :class:`hpcompat.contract.scheduler.GroupTensors`. Every method is what the protocol says about it."""
+
+    wide_dtypes = (np.float32,)  # numpy has no bfloat16
 
     def __init__(self, spec: WrapSpec, *, streams: Streams) -> None:
         self._streams = streams
@@ -132,22 +123,7 @@ class GroupTensors:
                 new = param.take_new_gradient()
                 param.accumulated_grad = None if new is None else new.astype(dtype)
 
-    def take_gradients(self, *, fill_unused: bool) -> list[GradientBucket]:
-        return _buckets((param, param.take_gradient(fill_unused=fill_unused)) for param in self.params)
-
-    def missing_gradients(self, buckets: Sequence[GradientBucket]) -> tuple[str, ...]:
-        there = [param for bucket in buckets for param in bucket.params]
-        return tuple(param.name for param in self.params if param.sharded.requires_grad and param not in there)
-
-    def zero_gradients(self, missing: Collection[str]) -> list[GradientBucket]:
-        present = [param for param in self.params if param.sharded.requires_grad and param.name not in missing]
-        return _buckets((param, np.zeros(param.layout.shape, param.param_dtype)) for param in present)
-
-    def drop_gradients(self) -> None:
-        for param in self.params:
-            param.drop_gradients()
-
-    def start_reduce(self, bucket: GradientBucket, request: ReduceRequest) -> ReductionInFlight:
+    def start_reduce(self, bucket: GradientBucket[ShardedParam], request: ReduceRequest) -> ReductionInFlight:
         """Rank after rank, its padded chunk of every gradient."""
         pairs = list(zip(bucket.params, bucket.grads, strict=True))
         chunks = [param.pad(param.cut(grad, rank)) for rank in range(request.shard_world_size) for param, grad in pairs]
@@ -158,15 +134,3 @@ class GroupTensors:
 
     def wait_for_offload(self) -> None:
         """Everything is in host memory already."""
-
-
-def _buckets(gradients: Iterable[tuple[ShardedParam, Array | None]]) -> list[GradientBucket]:
-    """Those that are there, by reduce dtype and original dtype."""
-    buckets: dict[Any, GradientBucket] = {}
-    for param, grad in gradients:
-        if grad is not None:
-            key = (param.reduce_dtype or grad.dtype, param.orig_dtype)
-            bucket = buckets.setdefault(key, GradientBucket(*key))
-            bucket.params.append(param)
-            bucket.grads.append(grad)
-    return list(buckets.values())

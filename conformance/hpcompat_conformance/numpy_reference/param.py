@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcompat.core.layout import ShardLayout
-from hpcompat.errors import UserError
+from hpcompat.core.gradients import Gradient
+from hpcompat.core.layout import ShardLayout, shard_dim
 from hpcompat.mesh import DataParallelMeshInfo, shard_rank, shard_world_size
-from hpcompat.placement import is_shard
 from hpcompat.policy import MixedPrecisionPolicy
 from hpcompat_conformance.numpy_reference.module import Module, Parameter
 from hpcompat_conformance.numpy_reference.world import Array
@@ -49,11 +48,9 @@ class ShardedParam:
         self.uid = original.uid
         _owners[self.uid] = self
         self.rank = shard_rank(mesh_info)
-        self.layout = ShardLayout(original.data.shape, _shard_dim(placement, original), shard_world_size(mesh_info))
-        if self.layout.dim > 0 and not self.layout.is_even:
-            raise NotImplementedError(
-                f"FSDP does not support uneven sharding on dim {self.layout.dim}: {self.name!r} has {self.layout}"
-            )
+        dim = shard_dim(placement, name=self.name, shape=original.data.shape)
+        self.layout = ShardLayout(original.data.shape, dim, shard_world_size(mesh_info))
+        self.layout.check_even(self.name)
         self._policy = policy
         self.sharded = Parameter(
             self.cut(original.data, self.rank), requires_grad=original.requires_grad, uid=original.uid
@@ -133,12 +130,21 @@ class ShardedParam:
 
     # Gradients
 
-    def take_gradient(self, *, fill_unused: bool) -> Array | None:
+    @property
+    def is_trainable(self) -> bool:
+        return self.sharded.requires_grad
+
+    def take_gradient(self, *, fill_unused: bool) -> Gradient | None:
         """The gradient that is due, or zeros if the other ranks may have one; the caller's from then on."""
         kept, self.accumulated_grad = self.accumulated_grad, None
         grad = self.take_new_gradient() if kept is None else kept
-        is_due = self.partial_grad is not None or (fill_unused and self.sharded.requires_grad)
-        return np.zeros(self.layout.shape, self.param_dtype) if grad is None and is_due else grad
+        if grad is not None:
+            return grad, grad.dtype
+        is_due = self.partial_grad is not None or (fill_unused and self.is_trainable)
+        return self.zero_gradient() if is_due else None
+
+    def zero_gradient(self) -> Gradient:
+        return np.zeros(self.layout.shape, self.param_dtype), self.param_dtype
 
     @property
     def has_new_gradient(self) -> bool:
@@ -163,12 +169,3 @@ class ShardedParam:
     def drop_gradients(self) -> None:
         self.take_new_gradient()
         self.accumulated_grad = self.partial_grad = None
-
-
-def _shard_dim(placement: Any, original: Parameter) -> int:
-    if placement is None:
-        return 0
-    num_dims = original.data.ndim
-    if not is_shard(placement) or not -num_dims <= placement.dim < num_dims:
-        raise UserError(f"expected a Shard along one of {num_dims} dims, but got {placement!r}")
-    return placement.dim % num_dims  # type: ignore[no-any-return]

@@ -139,14 +139,13 @@ def unfreezing_is_not_noticed(plant: Plant) -> None:
 def frozen_parameters_are_reduced(plant: Plant) -> None:
     """Frozen parameters are reduced as zeros and get a gradient."""
 
-    def with_zeros(original: Any, params: Any, *, fill_unused: bool) -> Any:
-        for param in params:
-            unsharded = param.unsharded_param
-            if param.accumulated_grad is None and unsharded is not None and not unsharded.requires_grad:
-                param.accumulated_grad = param.zero_grad()
-        return original(params, fill_unused=fill_unused)
+    def with_zeros(original: Any, param: Any, *, fill_unused: bool) -> Any:
+        unsharded = param.unsharded_param
+        if param.accumulated_grad is None and unsharded is not None and not unsharded.requires_grad:
+            return param.zero_gradient()
+        return original(param, fill_unused=fill_unused)
 
-    plant.around("hpcompat_torch.gradients:take", with_zeros)
+    plant.around("hpcompat_torch.param:ShardedParam.take_gradient", with_zeros)
 
 
 @mutant("SCH-11")

@@ -38,7 +38,7 @@ def mesh_axes_swapped(plant: Plant) -> None:
 @mutant("PLC-04")
 def always_dim_zero(plant: Plant) -> None:
     """A Shard(1) from shard_placement_fn is taken for a Shard(0)."""
-    plant.around("hpcompat_torch.param:_shard_dim", lambda original, *args: 0)
+    plant.around("hpcompat_torch.param:shard_dim", lambda original, placement, **options: 0)
 
 
 @mutant("PLC-04")

@@ -12,7 +12,7 @@ HOOKS = "hpcompat_torch.hooks"
 @mutant("SDT-02")
 def unsharded_parameters_in_a_state_dict(plant: Plant) -> None:
     """A state dict taken while a unit is unsharded holds the full parameters."""
-    plant.instead(f"{HOOKS}:_reshard_hook", lambda *args, **kwargs: None)
+    plant.instead(f"{HOOKS}:before_reading", lambda *args, **kwargs: None)
 
 
 @mutant("SDT-03")
@@ -65,4 +65,4 @@ def _to_copies(module: Any, state: Any, prefix: str, metadata: Any) -> None:
 @mutant("SDT-11")
 def a_state_dict_takes_the_parameters_away(plant: Plant) -> None:
     """A state dict that is taken inside a forward reshards what is being computed with."""
-    plant.around(f"{HOOKS}:_reshard_hook", lambda original, group: lambda *args, **kwargs: group.to_sharded())
+    plant.around(f"{HOOKS}:before_reading", lambda original, group: lambda *args, **kwargs: group.to_sharded())
