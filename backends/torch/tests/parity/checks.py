@@ -10,6 +10,12 @@ from parity.combos import Combo
 KINDS = {"loss", "gradient", "parameter", "exp_avg", "exp_avg_sq"}
 
 
+def check_same_bits(combo: Combo, results: list[dict[str, Any]]) -> None:
+    """On every rank both implementations trained, and did the same."""
+    assert not failures(results), failures(results)
+    check_substance(combo, results)
+
+
 def failures(results: list[dict[str, Any]]) -> str:
     """What each rank found, rank by rank; empty if nothing."""
     lines = []

@@ -59,7 +59,7 @@ class Combo:
     policy: str = "fp32"
     accumulation: int = 1
     options: tuple[str, ...] = ()
-    num_steps: int = 10
+    num_steps: int = 4
     seed: int = 7
 
     @property
@@ -68,6 +68,12 @@ class Combo:
         reshard = self.reshard if not isinstance(self.reshard, bool) else str(self.reshard).lower()
         parts = [self.model, f"w{self.world}", self.mesh, f"reshard_{reshard}", self.policy, f"acc{self.accumulation}"]
         return "-".join([*parts, *self.options])
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """Of each setting of the product; all integers to reshard to are one choice."""
+        reshard = self.reshard if isinstance(self.reshard, bool) else "integer"
+        return self.model, self.world, self.mesh, reshard, self.policy, self.accumulation
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -89,6 +95,11 @@ class Combo:
 def identity(combo: Combo) -> str:
     """The test id of a combination."""
     return combo.id
+
+
+def choices(combo: Combo) -> tuple[Any, ...]:
+    """What a combination chooses of each setting, for designs."""
+    return combo.choices
 
 
 def reshard_choices(num_shards: int) -> tuple[bool | int, ...]:

@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
+from covering import covering
 from hpcompat_conformance.pool import PoolSet
-from parity.combos import MESH_SHAPES, POLICIES, Combo, identity, reshard_choices
+from parity.combos import MESH_SHAPES, POLICIES, Combo, choices, identity, reshard_choices
 from parity.features import PATTERNS
 
 DECODER = [
@@ -18,6 +19,7 @@ DECODER = [
     for policy in POLICIES
     for accumulation in (1, 4)
 ]
+EVALUATED = [combo for combo in DECODER if combo.accumulation == 1]
 
 OTHERS = [
     Combo("decoder", 1),
@@ -67,7 +69,7 @@ def check_equal(pool: PoolSet, combo: Combo, phase: str, *, by_group: bool = Fal
     return results[0][0]
 
 
-@pytest.mark.parametrize("combo", DECODER, ids=identity)
+@pytest.mark.parametrize("combo", covering(DECODER, choices, strength=3, id=identity))
 def test_decoder_in_training_and_accumulation(pool: PoolSet, combo: Combo) -> None:
     sent = check_equal(pool, combo, "training")
     kinds = Counter(line.partition("[")[0] for line in sent)
@@ -78,7 +80,7 @@ def test_decoder_in_training_and_accumulation(pool: PoolSet, combo: Combo) -> No
     assert kinds["all_gather"] == (2 * combo.accumulation * gathers_per_microbatch if reductions else 0)
 
 
-@pytest.mark.parametrize("combo", [c for c in DECODER if c.accumulation == 1], ids=identity)
+@pytest.mark.parametrize("combo", covering(EVALUATED, choices, strength=3, id=identity))
 def test_decoder_in_evaluation(pool: PoolSet, combo: Combo) -> None:
     assert check_equal(pool, combo, "evaluation")
 

@@ -1,34 +1,40 @@
-"""Ten AdamW steps with hpcompat and with native FSDP2 from one seed: the same bits everywhere, in every combination.
+"""AdamW steps with hpcompat and with native FSDP2 from one seed: the same bits everywhere.
 
-Compared on every rank after every step: losses of all microbatches, gradients, parameters, both AdamW moments, buffers,
-and once the layout (type, dtype, shape, placements, mesh) of every parameter.
+By default in as many combinations as it takes for any three choices of settings to meet (`covering`). Compared on every
+rank after every step: losses of all microbatches, gradients, parameters, both AdamW moments, buffers, and once the
+layout (type, dtype, shape, placements, mesh) of every parameter.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from parity.checks import check_substance, failures
-from parity.combos import EXTRAS, Combo, identity, matrix
+from covering import covering
+from parity.checks import check_same_bits, failures
+from parity.combos import EXTRAS, Combo, choices, identity, matrix
 from parity.models import MODELS
 from parity.native_gaps import NATIVE_GAPS
 from parity.running import Compare
 
 MATRIX = list(matrix(tuple(MODELS)))
+RUNS = [combo for combo in MATRIX if combo.id not in NATIVE_GAPS]
 
 
-@pytest.mark.parametrize("combo", [c for c in MATRIX if c.id not in NATIVE_GAPS], ids=identity)
+@pytest.mark.parametrize("combo", covering(RUNS, choices, strength=3, id=identity))
 def test_same_bits(compare: Compare, combo: Combo) -> None:
-    results = compare(combo)
-    assert not failures(results), failures(results)
-    check_substance(combo, results)
+    check_same_bits(combo, compare(combo))
 
 
 @pytest.mark.parametrize("combo", [c for c in EXTRAS if c.id not in NATIVE_GAPS], ids=identity)
 def test_same_bits_with_settings(compare: Compare, combo: Combo) -> None:
-    results = compare(combo)
-    assert not failures(results), failures(results)
-    check_substance(combo, results)
+    check_same_bits(combo, compare(combo))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_same_bits_after_many_steps(compare: Compare, model: str) -> None:
+    """The steps after the fourth are like it: nothing that the first few set up is still new."""
+    combo = Combo(model, 2, policy="bf16", accumulation=4, num_steps=20)
+    check_same_bits(combo, compare(combo))
 
 
 @pytest.mark.parametrize("model", MODELS)
