@@ -11,19 +11,19 @@ from hpcompat_conformance.pytest_plugin import Ranks
 KIT = "ms_fault_kit:MindSpore"
 
 
-@pytest.mark.parametrize(("setting", "who"), suite.MATRIX)
-def test_a_failed_step_leaves_no_trace(ranks: Ranks, setting: str, who: str) -> None:
-    suite.check_matrix(ranks, kit=KIT, setting=setting, who=who)
+@pytest.mark.parametrize("place", suite.places())
+def test_a_failed_step_leaves_no_trace(ranks: Ranks, place: suite.Place) -> None:
+    suite.check_place(ranks, place, kit=KIT)
 
 
-@pytest.mark.parametrize("who", ["all", "one"])
-def test_with_another_optimizer(ranks: Ranks, who: str) -> None:
-    suite.check_matrix(ranks, kit=KIT, setting="FSDP reshard=True, one batch", who=who, optimizer="sgd")
+@pytest.mark.parametrize("place", suite.places(setting="FSDP reshard=True, one batch", strength=1))
+def test_with_another_optimizer(ranks: Ranks, place: suite.Place) -> None:
+    suite.check_place(ranks, place, kit=KIT, optimizer="sgd")
 
 
-@pytest.mark.parametrize(("setting", "who"), suite.EVENTS)
-def test_a_step_may_fail_at_any_event(ranks: Ranks, setting: str, who: str) -> None:
-    suite.check_events(ranks, kit=KIT, setting=setting, who=who)
+@pytest.mark.parametrize(("setting", "who", "half"), suite.EVENTS)
+def test_a_step_may_fail_at_any_event(ranks: Ranks, setting: str, who: str, half: int) -> None:
+    suite.check_events(ranks, kit=KIT, setting=setting, who=who, half=half)
 
 
 @pytest.mark.parametrize("plant", PLANTS)
@@ -35,14 +35,12 @@ def test_the_documented_recipe(ranks: Ranks) -> None:
     ranks(2).run("fault_matrix.documented:run", kit=KIT)
 
 
-@pytest.mark.parametrize("who", ["all", "one"])
-def test_with_mindspores_own_value_and_grad(ranks: Ranks, who: str) -> None:
-    kit, setting = "ms_fault_kit:MindSporesOwn", "FSDP reshard=True, value_and_grad"
-    suite.check_matrix(ranks, kit=kit, setting=setting, who=who)
+@pytest.mark.parametrize("place", suite.places(setting="FSDP reshard=True, value_and_grad"))
+def test_with_mindspores_own_value_and_grad(ranks: Ranks, place: suite.Place) -> None:
+    suite.check_place(ranks, place, kit="ms_fault_kit:MindSporesOwn")
 
 
-@pytest.mark.parametrize("who", ["all", "one"])
-def test_with_queued_operations(ranks: Ranks, who: str) -> None:
+@pytest.mark.parametrize("place", suite.places(setting="FSDP reshard=True, sync off"))
+def test_with_queued_operations(ranks: Ranks, place: suite.Place) -> None:
     """As MindSpore does by itself: operations run, and raise, later than they are called."""
-    setting = "FSDP reshard=True, sync off"
-    suite.check_matrix(lambda num_ranks: ranks(num_ranks, queued=True), kit=KIT, setting=setting, who=who)
+    suite.check_place(lambda num_ranks: ranks(num_ranks, queued=True), place, kit=KIT)

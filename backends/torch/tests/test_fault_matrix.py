@@ -11,19 +11,19 @@ from hpcompat_conformance.pool import PoolSet
 KIT = "fault_kits:Torch"
 
 
-@pytest.mark.parametrize(("setting", "who"), suite.MATRIX)
-def test_a_failed_step_leaves_no_trace(pool: PoolSet, setting: str, who: str) -> None:
-    suite.check_matrix(pool, kit=KIT, setting=setting, who=who)
+@pytest.mark.parametrize("place", suite.places())
+def test_a_failed_step_leaves_no_trace(pool: PoolSet, place: suite.Place) -> None:
+    suite.check_place(pool, place, kit=KIT)
 
 
-@pytest.mark.parametrize("who", ["all", "one"])
-def test_with_another_optimizer(pool: PoolSet, who: str) -> None:
-    suite.check_matrix(pool, kit=KIT, setting="FSDP reshard=True, one batch", who=who, optimizer="sgd")
+@pytest.mark.parametrize("place", suite.places(setting="FSDP reshard=True, one batch", strength=1))
+def test_with_another_optimizer(pool: PoolSet, place: suite.Place) -> None:
+    suite.check_place(pool, place, kit=KIT, optimizer="sgd")
 
 
-@pytest.mark.parametrize(("setting", "who"), suite.EVENTS)
-def test_a_step_may_fail_at_any_event(pool: PoolSet, setting: str, who: str) -> None:
-    suite.check_events(pool, kit=KIT, setting=setting, who=who)
+@pytest.mark.parametrize(("setting", "who", "half"), suite.EVENTS)
+def test_a_step_may_fail_at_any_event(pool: PoolSet, setting: str, who: str, half: int) -> None:
+    suite.check_events(pool, kit=KIT, setting=setting, who=who, half=half)
 
 
 @pytest.mark.parametrize("plant", PLANTS)
@@ -35,7 +35,7 @@ def test_the_documented_recipe(pool: PoolSet) -> None:
     pool(2).run("fault_matrix.documented:run", kit=KIT)
 
 
-@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize(("setting", "who", "half"), suite.halves("FSDP reshard=True, sync off, then on"))
 @pytest.mark.parametrize("kit", ["Checkpointed", "Offloaded"])
-def test_recomputation_and_offload(pool: PoolSet, kit: str, who: str) -> None:
-    suite.check_events(pool, kit=f"fault_kits:{kit}", setting="FSDP reshard=True, sync off, then on", who=who)
+def test_recomputation_and_offload(pool: PoolSet, kit: str, setting: str, who: str, half: int) -> None:
+    suite.check_events(pool, kit=f"fault_kits:{kit}", setting=setting, who=who, half=half)

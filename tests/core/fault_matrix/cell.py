@@ -16,11 +16,9 @@ from fault_matrix.training import NotReached, Script, Step
 from hpcompat.core import agreement
 
 # How many steps follow each failure. The first failure comes before anything else has run.
-STEPS_AFTER = (1, 3)
+STEPS_AFTER = (1, 2)
 _FAILED = 500
 NOT_REACHED = "the step came to its end"
-
-Meshes = dict[tuple[int, ...], Any]
 
 
 # Who fails: all ranks; the last one, which then catches up; the last one, between phases before which ranks agree.
@@ -48,18 +46,21 @@ def cells_of(setting: Setting, *, who: str) -> list[Cell]:
 
 def run_cells(*, kit: str, setting: str, cells: list[Cell], optimizer: str, plant: str | None = None) -> list[str]:
     """A job for a pool, on every rank: for each cell what is wrong, or nothing."""
-    found, chosen, meshes = kit_of(kit), settings.BY_ID[setting], Meshes()
+    found, chosen = kit_of(kit), settings.BY_ID[setting]
     with plants.planted(plant), mock.patch.object(agreement, "is_debugging", chosen.debugs):
-        return [_verdict(found, chosen, cell, optimizer=optimizer, meshes=meshes) for cell in cells]
+        return [_verdict(found, chosen, cell, optimizer=optimizer) for cell in cells]
 
 
-def run_events(*, kit: str, setting: str, who: str, optimizer: str) -> tuple[int, dict[str, str]]:
-    """A job likewise: the trap at each of the scheduler's events in turn. Their number, and what is wrong at which."""
-    found, chosen, meshes = kit_of(kit), settings.BY_ID[setting], Meshes()
+def run_events(*, kit: str, setting: str, who: str, optimizer: str, half: int) -> tuple[int, dict[str, str]]:
+    """A job likewise: the trap at the scheduler's events in turn. Their number, and what is wrong at which.
+
+    Half of them at a time: in no simple rhythm, for events repeat themselves unit by unit.
+    """
+    found, chosen = kit_of(kit), settings.BY_ID[setting]
     wrong: dict[str, str] = {}
-    for number in itertools.count():
+    for number in (number for number in itertools.count() if number.bit_count() % 2 == half):
         cell = Cell(points.event_id(number), "root", who)
-        verdict = _verdict(found, chosen, cell, optimizer=optimizer, meshes=meshes, steps_after=(1, 1))
+        verdict = _verdict(found, chosen, cell, optimizer=optimizer, steps_after=(1, 1))
         if verdict == NOT_REACHED:
             return number, wrong
         if verdict:
@@ -74,11 +75,11 @@ def kit_of(name: str) -> Kit:
 
 
 def _verdict(
-    kit: Kit, setting: Setting, cell: Cell, *, optimizer: str, meshes: Meshes, steps_after: Sequence[int] = STEPS_AFTER
+    kit: Kit, setting: Setting, cell: Cell, *, optimizer: str, steps_after: Sequence[int] = STEPS_AFTER
 ) -> str:
-    clean = _clean_steps(kit, setting, optimizer, meshes)
+    clean = _clean_steps(kit, setting, optimizer)
     try:
-        steps = _steps(kit, setting, cell, optimizer=optimizer, meshes=meshes, steps_after=steps_after)
+        steps = _steps(kit, setting, cell, optimizer=optimizer, steps_after=steps_after)
     except NotReached:
         return NOT_REACHED
     except Exception as error:
@@ -90,9 +91,7 @@ def _verdict(
     return ""
 
 
-def _steps(
-    kit: Kit, setting: Setting, cell: Cell, *, optimizer: str, meshes: Meshes, steps_after: Sequence[int]
-) -> list[Step]:
+def _steps(kit: Kit, setting: Setting, cell: Cell, *, optimizer: str, steps_after: Sequence[int]) -> list[Step]:
     point = points.point_of(cell.point)
     trap = Trap(skip=point.skip)
     model = kit.net()
@@ -100,7 +99,7 @@ def _steps(
     with ExitStack() as stack:
         if point.early:
             stack.enter_context(point.in_place(site))
-        setting.wrap(kit, model, meshes)
+        setting.wrap(kit, model)
         if not point.early:
             stack.enter_context(point.in_place(site))
         script = Script(kit, setting, model, optimizer=optimizer, point=point, trap=trap)
@@ -115,11 +114,11 @@ def _steps(
 _clean: dict[Any, list[Step]] = {}
 
 
-def _clean_steps(kit: Kit, setting: Setting, optimizer: str, meshes: Meshes) -> list[Step]:
+def _clean_steps(kit: Kit, setting: Setting, optimizer: str) -> list[Step]:
     """Of a model in which no trap has ever been laid; trained once per process."""
     key = (kit.name, setting.id, optimizer)
     if key not in _clean:
-        model = setting.wrap(kit, kit.net(), meshes)
+        model = setting.wrap(kit, kit.net())
         script = Script(kit, setting, model, optimizer=optimizer, trap=Trap())
         _clean[key] = [script.step(number) for number in range(sum(STEPS_AFTER))]
     return _clean[key]

@@ -49,7 +49,7 @@ def run(*, kit: str) -> None:
 
 def _train(kit: str, numbers: Iterable[int], *, fails: bool) -> tuple[list[int], list[bytes]]:
     found, setting = kit_of(kit), BY_ID[SETTING]
-    model = setting.wrap(found, found.net(), {})
+    model = setting.wrap(found, found.net())
     traps = {number: Trap() for number in FAILURES}
     for number, failure in FAILURES.items():
         point_of(failure.point).in_place(Site(found, model, failure.unit, traps[number]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import hpcompat
@@ -87,13 +88,10 @@ class Setting:
             return unit == "root" and point.needs <= self.has
         return unit in self.units and unit in point.units and point.needs <= self.has
 
-    def wrap(self, kit: Kit, model: Any, meshes: dict[tuple[int, ...], Any]) -> Any:
-        if self.mesh not in meshes:
-            names = ("replicate", "shard")[-len(self.mesh) :]
-            meshes[self.mesh] = hpcompat.init_device_mesh(None, self.mesh, mesh_dim_names=names)
+    def wrap(self, kit: Kit, model: Any) -> Any:
         first, middle, last = model.layers
         for unit in ([first, middle], last, model) if self.wrapper == "list" else (first, middle, last, model):
-            self._wrap_unit(kit, unit, mesh=meshes[self.mesh])
+            self._wrap_unit(kit, unit, mesh=_mesh(self.mesh))
         if self.num_buffers > 1:
             model.set_reduce_scatter_max_input_buffers(self.num_buffers)
         # So that gathers are in flight wherever the trap springs.
@@ -113,6 +111,12 @@ class Setting:
                 parameter for name, parameter in hpcompat.named_parameters(own) if name.endswith("bias")
             }
         kit.fully_shard(unit, **options)
+
+
+@cache
+def _mesh(shape: tuple[int, ...]) -> Any:
+    """One of each shape per process: groups are not free."""
+    return hpcompat.init_device_mesh(None, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 _ONE_UNIT = ("middle",)

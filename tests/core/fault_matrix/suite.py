@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
+
+from covering import covering
 from fault_matrix.cell import NOT_REACHED, WHO, Cell, cells_of
 from fault_matrix.plants import PLANTS
 from fault_matrix.settings import BY_ID, EVENT_BY_EVENT, SETTINGS
@@ -14,19 +17,48 @@ Ranks = Callable[[int], Any]
 # For a job; only a rank that waits for one that does not come takes so long.
 DEADLINE = 300.0
 
-MATRIX = [(setting.id, who) for setting in SETTINGS for who in WHO if cells_of(setting, who=who)]
-EVENTS = [(setting.id, who) for setting in EVENT_BY_EVENT for who in ("all", "one")]
 MIN_EVENTS = 30
 
 
-def check_matrix(ranks: Ranks, *, kit: str, setting: str, who: str, optimizer: str = "adamw") -> None:
-    cells = cells_of(BY_ID[setting], who=who)
-    assert not wrong(run(ranks, kit=kit, setting=setting, cells=cells, optimizer=optimizer))
+class Place(NamedTuple):
+    """A cell in its setting, by the setting's id."""
+
+    setting: str
+    cell: Cell
 
 
-def check_events(ranks: Ranks, *, kit: str, setting: str, who: str) -> None:
+_PLACES = [Place(one.id, cell) for one in SETTINGS for who in WHO for cell in cells_of(one, who=who)]
+
+
+def places(*, setting: str | None = None, strength: int = 2) -> list[Any]:
+    """Parameters of a test: all of the matrix, or of one setting; by default each kind of place in each setting."""
+    chosen = [place for place in _PLACES if setting in (None, place.setting)]
+    return covering(chosen, lambda place: (place.setting, *place.cell), strength=strength, id=_id)
+
+
+def _id(place: Place) -> str:
+    return "-".join([place.setting, *place.cell])
+
+
+def check_place(ranks: Ranks, place: Place, *, kit: str, optimizer: str = "adamw") -> None:
+    assert not wrong(run(ranks, kit=kit, setting=place.setting, cells=[place.cell], optimizer=optimizer))
+
+
+def halves(setting: str) -> list[Any]:
+    """Parameters ``setting``, ``who`` and ``half`` of a test. By default one half with each, together all events."""
+    return [
+        pytest.param(setting, who, half, marks=[] if who == default else pytest.mark.exhaustive)
+        for half, default in enumerate(("all", "one"))
+        for who in ("all", "one")
+    ]
+
+
+EVENTS = [parameters for setting in EVENT_BY_EVENT for parameters in halves(setting.id)]
+
+
+def check_events(ranks: Ranks, *, kit: str, setting: str, who: str, half: int) -> None:
     found = ranks(BY_ID[setting].num_ranks).run(
-        "fault_matrix.cell:run_events", kit=kit, setting=setting, who=who, optimizer="sgd", deadline=DEADLINE
+        "fault_matrix.cell:run_events", kit=kit, setting=setting, who=who, optimizer="sgd", half=half, deadline=DEADLINE
     )
     assert len({num_events for num_events, _ in found}) == 1
     assert all(num_events >= MIN_EVENTS and not wrong_at for num_events, wrong_at in found), found
