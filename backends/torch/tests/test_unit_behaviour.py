@@ -42,6 +42,6 @@ ALL = behaviours_of(
 # Recurrent layers return views; what that warning says is checked where it is expected.
 @pytest.mark.filterwarnings("ignore:.*is a view:UserWarning")
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("behaviour", ALL, ids=[found.id for found in ALL])
+@pytest.mark.parametrize("behaviour", ALL)
 def test_behaviour(behaviour: Behaviour, pool: PoolSet) -> None:
     run(behaviour, pool)

@@ -61,6 +61,7 @@ FORMS = {"dtensor": as_dtensors, "local": as_locals, "global": dict, "mixed": mi
     4,
     reports=["pytorch/pytorch#136228"],
     each=[{"form": form, "assign": assign} for form in FORMS for assign in (False, True)],
+    strength=2,
 )
 def values_of_every_form_load(form: str, assign: bool) -> None:
     """Rows of 7, 5, 3 and 1; before and after the first step. Then training goes on from them."""

@@ -144,6 +144,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         for where in WHERE
         for options, accumulate in [("plain", 1), ("plain", 3), ("kept", 3), ("bf16", 3)]
     ],
+    strength=2,
 )
 def reset_after_an_exception_leaves_no_trace(where: str, options: str, accumulate: int) -> None:
     """In the first step (before which nothing has run) and in a later one."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeVar
 
+import pytest
+
+from covering import covering
 from hpcompat_conformance.pool import PoolSet
 
 Function = TypeVar("Function", bound=Callable[..., None])
@@ -20,12 +23,16 @@ class Behaviour:
     world_size: int
     reports: tuple[str, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
+    strength: int | None = None
 
     @property
     def id(self) -> str:
         module = self.function.__module__.rpartition(".")[2]
-        arguments = [f"{name}={_short(value)}" for name, value in self.arguments.items()]
-        return "-".join([f"{module}.{self.function.__name__}", *arguments, str(self.world_size)])
+        return "-".join([f"{module}.{self.function.__name__}", *self.choices])
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return *(f"{name}={_short(value)}" for name, value in self.arguments.items()), str(self.world_size)
 
 
 def run(behaviour: Behaviour, pool: PoolSet) -> None:
@@ -41,13 +48,16 @@ def _short(value: object) -> str:
 
 
 def behaviour(
-    *world_sizes: int, reports: Sequence[str] = (), each: Sequence[dict[str, Any]] = ({},)
+    *world_sizes: int, reports: Sequence[str] = (), each: Sequence[dict[str, Any]] = ({},), strength: int | None = None
 ) -> Callable[[Function], Function]:
-    """Run the function on each of these numbers of ranks (1 and 2 by default), with each of these sets of arguments."""
+    """Run the function on each of these numbers of ranks (1 and 2 by default), with each of these sets of arguments.
+
+    With a ``strength``, not all of them by default, see `covering`.
+    """
 
     def mark(function: Function) -> Function:
         function.__behaviours__ = [  # type: ignore[attr-defined]
-            Behaviour(function, world_size, tuple(reports), dict(arguments))
+            Behaviour(function, world_size, tuple(reports), dict(arguments), strength)
             for arguments in each
             for world_size in world_sizes or (1, 2)
         ]
@@ -56,12 +66,19 @@ def behaviour(
     return mark
 
 
-def behaviours_of(*modules: ModuleType) -> list[Behaviour]:
-    """Those that the modules define, in the order of their definition."""
-    return [
-        found
+def behaviours_of(*modules: ModuleType) -> list[Any]:
+    """Those that the modules define, in the order of their definition, as parameters of a test."""
+    found = [
+        value.__behaviours__
         for module in modules
         for value in vars(module).values()
-        if getattr(value, "__module__", None) == module.__name__
-        for found in getattr(value, "__behaviours__", ())
+        if getattr(value, "__module__", None) == module.__name__ and hasattr(value, "__behaviours__")
     ]
+    return [parameter for behaviours in found for parameter in _parameters(behaviours)]
+
+
+def _parameters(behaviours: list[Behaviour]) -> list[Any]:
+    strength = behaviours[0].strength
+    if strength is None:
+        return [pytest.param(one, id=one.id) for one in behaviours]
+    return covering(behaviours, lambda one: one.choices, strength=strength, id=lambda one: one.id)

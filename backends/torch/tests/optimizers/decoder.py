@@ -105,6 +105,7 @@ BETAS = [(0.9, 0.999), (0.9, 0.95)]
     4,
     reports=["mindspore-ai/hyper-parallel#700", "pytorch/torchtitan#724"],
     each=[{"betas": betas, "foreach": choice} for betas in BETAS for choice in (None, True)],
+    strength=2,
 )
 def fifty_steps_are_native_fsdp2s(betas: tuple[float, float], foreach: bool | None) -> None:
     ours = run("hpcompat", optimizer_step, betas=betas, foreach=foreach)

@@ -83,6 +83,7 @@ def assert_native_refuses(optimizer: Any) -> None:
     4,
     reports=["mindspore-ai/hyper-parallel#700"],
     each=[{"name": name, "dtype": dtype} for name in ELEMENT_WISE for dtype in DTYPES],
+    strength=2,
 )
 def element_wise_steps_are_native_steps(name: str, dtype: torch.dtype) -> None:
     """Whatever the choice of kernels, on uneven and empty shards."""
