@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forked_ranks
+
 SCRIPTS = Path(__file__).parent / "scripts"
 NATIVE_IMPORT = re.compile(r"^from torch\.distributed\.fsdp import ", flags=re.MULTILINE)
-HANG_SECONDS = 300
 
 
-def output_of(script: Path) -> dict[str, str]:
+def output_of(script: Path, *, folder: Path) -> dict[str, str]:
     """What rank 0 of two printed: the first word of a line -> the rest."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
+    done = forked_ranks.run(script, num_ranks=2, folder=folder)
     assert done.returncode == 0, f"{script.name} failed:\n{done.stdout}\n{done.stderr}"
     return dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("MODEL ", "RESULT ")))
 
@@ -33,8 +29,8 @@ def test_same_result_with_only_the_import_changed(name: str, tmp_path: Path) -> 
     changed_script = tmp_path / f"{name}.py"
     changed_script.write_text(changed)
 
-    native = output_of(SCRIPTS / f"{name}.py")
-    ours = output_of(changed_script)
+    native = output_of(SCRIPTS / f"{name}.py", folder=tmp_path)
+    ours = output_of(changed_script, folder=tmp_path)
 
     # The name is the same; that the two runs used different implementations is seen at where the class comes from.
     assert native["MODEL"].startswith("torch.distributed.fsdp.")
