@@ -137,8 +137,7 @@ def train(options: Options, arguments: argparse.Namespace) -> dict[int, tuple[Co
     count(options.backend)  # what counting itself takes for good
     for step in range(1, arguments.steps + 1):
         step_model(job, model, optimizer, step=step)
-        if arguments.leak:
-            _kept.append(LEAKS[arguments.leak]())
+        _kept.extend(LEAKS[leak]() for leak in arguments.leak)
         if step in (1, arguments.warm_up, arguments.steps):
             looks[step] = count(options.backend)
     return looks
@@ -196,7 +195,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small decoder for long and see whether anything grows.")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--warm-up", type=int, help="steps before the first look; default: a fifth")
-    parser.add_argument("--leak", choices=LEAKS, help="plant a leak in every step")
+    parser.add_argument("--leak", choices=LEAKS, nargs="+", default=[], help="plant leaks in every step")
     parser.add_argument("--unsharded", action="store_true", help="each rank trains the whole model by itself")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
     arguments = parser.parse_args()

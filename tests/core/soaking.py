@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "soak.py"
 HANG_SECONDS = 600
 STEPS = ["--steps=200", "--warm-up=100"]
 RESIDENT = "resident memory, KiB"
-# What may be planted, and the one quantity that must have grown then.
+# What may be planted, and what must have grown then.
 LEAKS = {"bytes": RESIDENT, "object": "objects of hpcompat", "handle": "file handles"}
 
 

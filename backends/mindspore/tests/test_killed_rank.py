@@ -12,12 +12,15 @@ from hpcompat_mindspore import collectives
 HERE = {"backend": "mindspore", "model": "ms_neutral", "models": Path(__file__).parent}
 
 
-@pytest.mark.parametrize("where", killed_rank.WHERE)
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("where", [pytest.param("forward", marks=EXHAUSTIVE), "backward", "optimizer"])
 def test_a_killed_rank(where: str) -> None:
     killed_rank.check_killed(where, launcher_says="signal 9 (Killed)", **HERE)
 
 
-@pytest.mark.parametrize("where", ["backward", "optimizer"])
+@pytest.mark.parametrize("where", [pytest.param("backward", marks=EXHAUSTIVE), "optimizer"])
 def test_a_rank_that_hangs(where: str) -> None:
     killed_rank.check_hung(where, **HERE)
 

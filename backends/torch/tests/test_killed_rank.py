@@ -12,12 +12,15 @@ from hpcompat_torch import collectives
 HERE = {"backend": "torch", "model": "neutral_models", "models": Path(__file__).parent}
 
 
-@pytest.mark.parametrize("where", killed_rank.WHERE)
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=EXHAUSTIVE), "optimizer"])
 def test_a_killed_rank(where: str) -> None:
     killed_rank.check_killed(where, launcher_says="Signal 9 (SIGKILL) received", **HERE)
 
 
-@pytest.mark.parametrize("where", ["backward", "optimizer"])
+@pytest.mark.parametrize("where", ["backward", pytest.param("optimizer", marks=EXHAUSTIVE)])
 def test_a_rank_that_hangs(where: str) -> None:
     killed_rank.check_hung(where, **HERE)
 
