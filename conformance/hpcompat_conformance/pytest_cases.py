@@ -15,7 +15,7 @@ import pytest
 from hpcompat_conformance import cli, planning
 from hpcompat_conformance.case import Case, all_cases
 from hpcompat_conformance.report import text_of
-from hpcompat_conformance.results import BAD_KINDS
+from hpcompat_conformance.results import BAD_KINDS, Result
 from hpcompat_conformance.runner import CaseRunner, Plan
 
 # Those of the command line that say what to run and what to expect.
@@ -78,7 +78,11 @@ def conformance_runners() -> Iterator[Runners]:
 def check(chosen: tuple[Plan, int, Case], *, runners: Runners) -> None:
     """Run one case and end as pytest has it."""
     plan, procs, case = chosen
-    result = runners.of(plan).run(case, procs=procs)
+    conclude(runners.of(plan).run(case, procs=procs))
+
+
+def conclude(result: Result) -> None:
+    """End a test as the result says."""
     if result.result == "skip":
         pytest.skip(result.message)
     if result.result in ("xfail", "waived"):

@@ -222,13 +222,13 @@ def test_a_death_is_a_kill_and_new_processes_are_clean(verdicts: dict[str, Verdi
 def test_a_hang_is_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     # However slow this machine is at the moment.
     monkeypatch.setattr(run, "LONGEST_PART", 1.0)
-    verdict = judged([backward_hangs], QUICK, procs=(1,), timeout=10.0)["backward-hangs"]
+    verdict = judged([backward_hangs], QUICK, procs=(1,), timeout=5.0)["backward-hangs"]
     assert (verdict.result, verdict.how) == ("killed", "timeout")
 
 
 def test_a_timeout_on_a_slow_machine_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "LONGEST_PART", 0.0)
-    verdict = judged([backward_hangs], QUICK, procs=(1,), timeout=10.0)["backward-hangs"]
+    verdict = judged([backward_hangs], QUICK, procs=(1,), timeout=5.0)["backward-hangs"]
     assert (verdict.result, "expected the case to be quick" in verdict.message) == ("error", True)
 
 

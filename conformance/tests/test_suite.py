@@ -1,25 +1,23 @@
-"""The suite against the implementations it comes with."""
+"""The suite against torch's implementations, ours and its own."""
 
 from __future__ import annotations
 
 import pytest
 
-from hpcompat_conformance import expected, runner
-from hpcompat_conformance.case import all_cases
-from hpcompat_conformance.impl import adapter_named
-from hpcompat_conformance.results import BAD_KINDS
+from conformance_runs import ConformanceRun, Tally, conformance_runs
+from conformance_runs import conformance_runners as conformance_runners
+from conformance_runs import tally as tally
+from hpcompat_conformance.pytest_cases import Runners
+
+pytest.importorskip("torch")
 
 
-@pytest.mark.parametrize("implementation", ["torch-fsdp2", "hpcompat-torch", "hpcompat-mindspore"])
-def test_everything_ends_as_expected(implementation: str) -> None:
-    adapter = adapter_named(implementation)
-    missing = adapter.missing()
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}")
-    path = expected.default_path(implementation)
-    gaps = expected.load_gaps(path, known_cases=[one.id for one in all_cases()]) if path else []
-    run = runner.run(runner.Plan(adapter, all_cases(), gaps=gaps))
-    bad = [f"{one.id} on {one.procs}: {one.result}\n{one.message}" for one in run.results if one.result in BAD_KINDS]
-    assert not bad, "\n\n".join(bad)
-    # Native FSDP2 has gaps, and nothing to run some cases on.
-    assert run.totals["pass"] > 0.7 * len(run.results)
+@pytest.mark.parametrize("run", conformance_runs(all_by_default=True))
+def test_ours(run: ConformanceRun, conformance_runners: Runners, tally: Tally) -> None:
+    run.check("hpcompat-torch", runners=conformance_runners, tally=tally)
+
+
+@pytest.mark.parametrize("run", conformance_runs())
+def test_native(run: ConformanceRun, conformance_runners: Runners, tally: Tally) -> None:
+    """It has gaps, and nothing to run some cases on."""
+    run.check("torch-fsdp2", runners=conformance_runners, tally=tally)
