@@ -14,6 +14,7 @@ import pytest
 
 from hpcompat_conformance import cli, planning
 from hpcompat_conformance.case import Case, all_cases
+from hpcompat_conformance.pool import PoolSet
 from hpcompat_conformance.report import text_of
 from hpcompat_conformance.results import BAD_KINDS, Result
 from hpcompat_conformance.runner import CaseRunner, Plan
@@ -25,15 +26,16 @@ PLANS: pytest.StashKey[list[Plan]] = pytest.StashKey()
 
 
 class Runners:
-    """The case runner of the current implementation; only one has processes at a time."""
+    """The case runner of the current implementation; only one has processes at a time, unless it is given ``pools``."""
 
-    def __init__(self) -> None:
+    def __init__(self, pools: PoolSet | None = None) -> None:
+        self._pools = pools
         self._current: CaseRunner | None = None
 
     def of(self, plan: Plan) -> CaseRunner:
         if self._current is None or self._current.plan is not plan:
             self.close()
-            self._current = CaseRunner(plan)
+            self._current = CaseRunner(plan, pools=self._pools)
         return self._current
 
     def close(self) -> None:

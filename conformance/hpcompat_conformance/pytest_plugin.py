@@ -16,10 +16,13 @@ from hpcompat_conformance.pool import PoolSet, WorkerPool
 Ranks = Callable[..., WorkerPool]
 
 
+# However many conftests import the fixture: each of them has its own of the name.
+_POOLS = PoolSet()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[PoolSet]:
     """``pool(world_size)`` is a pool of torch workers on gloo, the same one for the whole session;
     ``pool(world_size, setup="module:function", launcher=Mpirun())`` one with another set-up and launcher."""
-    pools = PoolSet()
-    yield pools
-    pools.close()
+    yield _POOLS
+    _POOLS.close()

@@ -16,7 +16,7 @@ from hpcompat_conformance.case import Case
 from hpcompat_conformance.expected import Gap
 from hpcompat_conformance.failures import JobFailed, JobTimeout, PoolError, RanksDiverged
 from hpcompat_conformance.impl import Adapter
-from hpcompat_conformance.pool import WorkerPool
+from hpcompat_conformance.pool import PoolSet, WorkerPool
 from hpcompat_conformance.reference import refer
 from hpcompat_conformance.results import Result, Run
 from hpcompat_conformance.waivers import Waiver
@@ -69,11 +69,12 @@ class Plan:
 
 class CaseRunner:
     """Runs one case after another; keeps one pool of workers for as long as the number of processes is the same. Use as
-    a context manager."""
+    a context manager. With ``pools`` it runs them in those, which are the caller's to close."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, pools: PoolSet | None = None) -> None:
         self.plan = plan
         self.versions: Mapping[str, str] = {}
+        self._pools = pools
         self._pool: WorkerPool | None = None
 
     def __enter__(self) -> CaseRunner:
@@ -87,7 +88,7 @@ class CaseRunner:
     def run(self, case: Case, *, procs: int) -> Result:
         """The result of one case, measured against what is expected of it."""
         pool = self._pool_of(procs)
-        if not pool.is_running:
+        if not (pool.is_running and self.versions):
             # Outside the case's time: the first in new processes would pay for importing the framework.
             try:
                 load = refer(self.plan.adapter.load)
@@ -106,9 +107,11 @@ class CaseRunner:
             self._pool = None
 
     def _pool_of(self, procs: int) -> WorkerPool:
+        adapter = self.plan.adapter
+        if self._pools is not None:
+            return self._pools(procs, setup=adapter.worker_setup, launcher=adapter.launcher)
         if self._pool is None or self._pool.world_size != procs:
             self.close()
-            adapter = self.plan.adapter
             self._pool = WorkerPool(procs, setup=adapter.worker_setup, launcher=adapter.launcher)
         return self._pool
 

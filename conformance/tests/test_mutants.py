@@ -59,10 +59,10 @@ def found(target: str) -> Any:
     return value
 
 
-def judged(mutants: list[Mutant], cases: list[Case], **options: Any) -> dict[str, Verdict]:
+def judged(mutants: list[Mutant], cases: list[Case], pools: PoolSet, **options: Any) -> dict[str, Verdict]:
     """The verdict on each mutant, by name."""
     plan = MutantPlan(ADAPTER, mutants, cases, **{"procs": (2,), **options})
-    with MutantRun(plan) as mutant_run:
+    with MutantRun(plan, pools=pools) as mutant_run:
         return {verdict.mutant.name: verdict for verdict in mutant_run.verdicts(Quiet())}
 
 
@@ -116,10 +116,10 @@ def backward_hangs(plant: Plant) -> None:
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> dict[str, Verdict]:
+def verdicts(pool: PoolSet) -> dict[str, Verdict]:
     """Of the mutants above, all in one set of processes."""
     mutants = [there_is_no_such_function, its_own_code_fails, nobody_calls_it, harmless, one_rank_dies]
-    return judged([*mutants, harmless_again], QUICK)
+    return judged([*mutants, harmless_again], QUICK, pool)
 
 
 @mutant()
@@ -160,11 +160,11 @@ def test_it_says_what_it_breaks_and_what_finds_it(one: Mutant) -> None:
     assert set(one.likely) <= names
 
 
-def test_every_mutant_is_met_and_found_by_what_is_likely_to() -> None:
+def test_every_mutant_is_met_and_found_by_what_is_likely_to(pool: PoolSet) -> None:
     # Killed means: a case failed after it had called what stands in, and passes without the mutant.
     plan = MutantPlan(ADAPTER, all_mutants(), all_cases(), procs=(2, 4))
     survivors = []
-    with MutantRun(plan) as mutant_run:
+    with MutantRun(plan, pools=pool) as mutant_run:
         for one in all_mutants():
             likely = [case for case in plan.cases if case.clause in one.likely or case.id in one.likely]
             verdict = mutant_run.judge(one, in_order(one, likely, procs=plan.procs), Quiet())
@@ -219,16 +219,16 @@ def test_a_death_is_a_kill_and_new_processes_are_clean(verdicts: dict[str, Verdi
     assert verdicts["harmless-again"].result == "survived"
 
 
-def test_a_hang_is_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_is_a_kill(pool: PoolSet, monkeypatch: pytest.MonkeyPatch) -> None:
     # However slow this machine is at the moment.
     monkeypatch.setattr(run, "LONGEST_PART", 1.0)
-    verdict = judged([backward_hangs], QUICK, procs=(1,), timeout=5.0)["backward-hangs"]
+    verdict = judged([backward_hangs], QUICK, pool, procs=(1,), timeout=5.0)["backward-hangs"]
     assert (verdict.result, verdict.how) == ("killed", "timeout")
 
 
-def test_a_timeout_on_a_slow_machine_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_on_a_slow_machine_proves_nothing(pool: PoolSet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "LONGEST_PART", 0.0)
-    verdict = judged([backward_hangs], QUICK, procs=(1,), timeout=5.0)["backward-hangs"]
+    verdict = judged([backward_hangs], QUICK, pool, procs=(1,), timeout=5.0)["backward-hangs"]
     assert (verdict.result, "expected the case to be quick" in verdict.message) == ("error", True)
 
 

@@ -1,8 +1,8 @@
 """The conformance suite against an implementation, a test for each case on each number of processes.
 
     @pytest.mark.parametrize("run", conformance_runs())
-    def test_the_suite(run: ConformanceRun, conformance_runners: Runners, tally: Tally) -> None:
-        run.check("hpcompat-mindspore", runners=conformance_runners, tally=tally)
+    def test_the_suite(run: ConformanceRun, runners: Runners, tally: Tally) -> None:
+        run.check("hpcompat-mindspore", runners=runners, tally=tally)
 
 By default everything there is on one process, each case on several processes once, and each chapter of the spec on each
 number of processes. ``python -m tox run -e conformance`` prints the whole table.
@@ -21,8 +21,8 @@ from covering import design
 from hpcompat_conformance import expected
 from hpcompat_conformance.case import Case, all_cases
 from hpcompat_conformance.impl import adapter_named
+from hpcompat_conformance.pool import PoolSet
 from hpcompat_conformance.pytest_cases import Runners, conclude
-from hpcompat_conformance.pytest_cases import conformance_runners as conformance_runners
 from hpcompat_conformance.runner import DEFAULT_PROCS, Plan
 
 # How often each kind of result has come up.
@@ -73,6 +73,12 @@ def plan_of(implementation: str) -> Plan:
     path = expected.default_path(implementation)
     gaps = expected.load_gaps(path, known_cases=[case.id for case in all_cases()]) if path else []
     return Plan(adapter_named(implementation), all_cases(), gaps=gaps)
+
+
+@pytest.fixture(scope="module")
+def runners(pool: PoolSet) -> Runners:
+    """In the processes that all tests share."""
+    return Runners(pool)
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,25 @@ def covering(
     return [pytest.param(case, id=id(case), marks=marks(index)) for index, case in enumerate(product)]
 
 
+def left_out(
+    parameters: Iterable[Any], choices_of: Callable[[Case], Choices], *, strength: int, marks: Iterable[str]
+) -> set[tuple[tuple[int, ...], Choices]]:
+    """What all these parameters meet and those without any of the marks do not: positions of settings, and choices.
+
+    For tests of a selection, so it shares nothing with how selections are made.
+    """
+    everything: set[tuple[tuple[int, ...], Choices]] = set()
+    kept: set[tuple[tuple[int, ...], Choices]] = set()
+    for parameter in parameters:
+        row = choices_of(parameter.values[0])
+        for columns in itertools.combinations(range(len(row)), strength):
+            found = (columns, tuple(row[column] for column in columns))
+            everything.add(found)
+            if not any(mark.name in marks for mark in parameter.marks):
+                kept.add(found)
+    return everything - kept
+
+
 def design(rows: Sequence[Choices], *, strength: int, start: Iterable[int] = ()) -> list[int]:
     """Positions of rows that meet, together, all that any row meets. Always the same for the same rows.
 

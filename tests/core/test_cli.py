@@ -164,7 +164,7 @@ def test_signals_reach_the_launcher(fake_torch: dict[str, str], tmp_path: Path, 
     # Blocked from the start, and so also between the line that says it is ready and the wait.
     signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
-        process = start("launch", "train.py", "wait", environ=fake_torch, cwd=tmp_path)
+        process = start("launch", "--backend", "torch", "train.py", "wait", environ=fake_torch, cwd=tmp_path)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     assert process.stdout is not None

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.thorough
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 SCRIPT = BENCHMARKS / "step_time.py"
 OPTIMIZER_SCRIPT = BENCHMARKS / "optimizer_step.py"

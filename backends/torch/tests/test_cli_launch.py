@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 SCRIPT = """
 import os, sys
 from pathlib import Path
@@ -31,7 +33,8 @@ def test_ranks_find_each_other_and_a_failure_is_reported(tmp_path: Path, status:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "hpcompat.cli", "launch", "-n", "2", str(script), str(tmp_path), str(status)]
+    launch = [sys.executable, "-m", "hpcompat.cli", "launch", "-n", "2", "--backend", "torch"]
+    command = [*launch, str(script), str(tmp_path), str(status)]
     result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     written = {path.name: path.read_text() for path in tmp_path.glob("rank*")}
     expected = f"2 torch 1 ['{status}']"

@@ -77,12 +77,14 @@ def check_equal_to_native(done: subprocess.CompletedProcess[str], *, out: Path) 
     return content
 
 
+@pytest.mark.thorough
 def test_two_ranks_equal_native(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = train("--accumulate", "2", "--compare", "native", out=tmp_path, launcher=launcher)
     check_equal_to_native(done, out=tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -96,11 +98,13 @@ def test_two_ranks_equal_native_with_options(arguments: str, tmp_path: Path) -> 
     check_equal_to_native(done, out=tmp_path)
 
 
+@pytest.mark.thorough
 def test_without_a_launcher(tmp_path: Path) -> None:
     done = train("--compare", "native", out=tmp_path)
     check_equal_to_native(done, out=tmp_path)
 
 
+@pytest.mark.thorough
 def test_one_ulp_in_one_weight_is_found(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ONE_ULP_OFF)
@@ -110,6 +114,7 @@ def test_one_ulp_in_one_weight_is_found(tmp_path: Path) -> None:
     assert all(differences[kind]["differing"] > 0 for kind in ("parameters", "gradients", "AdamW states"))
 
 
+@pytest.mark.thorough
 def test_hsdp_needs_an_even_number_of_ranks(tmp_path: Path) -> None:
     done = train_forked("--mesh", "hsdp", out=tmp_path)
     assert done.returncode == 1

@@ -9,6 +9,8 @@ import pytest
 import killed_rank
 from hpcompat_torch import collectives
 
+pytestmark = pytest.mark.thorough
+
 HERE = {"backend": "torch", "model": "neutral_models", "models": Path(__file__).parent}
 
 

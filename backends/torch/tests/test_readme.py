@@ -8,6 +8,8 @@ import pytest
 
 from readme_scripts import losses_of
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize("heading", ["## Use it", "## One script for both frameworks"])
 def test_script_trains(heading: str, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 import forked_ranks
 
+pytestmark = pytest.mark.thorough
+
 SCRIPTS = Path(__file__).parent / "scripts"
 NATIVE_IMPORT = re.compile(r"^from torch\.distributed\.fsdp import ", flags=re.MULTILINE)
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import soaking
+
+pytestmark = pytest.mark.thorough
 
 
 def test_nothing_grows(tmp_path: Path) -> None:

@@ -89,17 +89,19 @@ def in_order(mutant: Mutant, cases: Sequence[Case], *, procs: Iterable[int]) -> 
 
 
 class MutantRun:
-    """One set of warm processes for all mutants. Use as a context manager."""
+    """One set of warm processes for all mutants: ``pools``, or its own. Use as a context manager."""
 
-    def __init__(self, plan: MutantPlan) -> None:
+    def __init__(self, plan: MutantPlan, *, pools: PoolSet | None = None) -> None:
         self._plan = plan
-        self._pools = PoolSet()
+        self._pools = pools or PoolSet()
+        self._closes_pools = pools is None
 
     def __enter__(self) -> MutantRun:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pools.close()
+        if self._closes_pools:
+            self._pools.close()
 
     def verdicts(self, listener: Listener) -> Iterator[Verdict]:
         """Of each mutant in turn."""

@@ -33,11 +33,11 @@ _PLACES = [Place(one.id, cell) for one in SETTINGS for who in WHO for cell in ce
 def places(*, setting: str | None = None, strength: int = 2) -> list[Any]:
     """Parameters of a test: all of the matrix, or of one setting; by default each kind of place in each setting."""
     chosen = [place for place in _PLACES if setting in (None, place.setting)]
-    return covering(chosen, lambda place: (place.setting, *place.cell), strength=strength, id=_id)
+    return covering(chosen, choices, strength=strength, id=lambda place: "-".join(choices(place)))
 
 
-def _id(place: Place) -> str:
-    return "-".join([place.setting, *place.cell])
+def choices(place: Place) -> tuple[str, ...]:
+    return place.setting, *place.cell
 
 
 def check_place(ranks: Ranks, place: Place, *, kit: str, optimizer: str = "adamw") -> None:
@@ -47,7 +47,7 @@ def check_place(ranks: Ranks, place: Place, *, kit: str, optimizer: str = "adamw
 def halves(setting: str) -> list[Any]:
     """Parameters ``setting``, ``who`` and ``half`` of a test. By default one half with each, together all events."""
     return [
-        pytest.param(setting, who, half, marks=[] if who == default else pytest.mark.exhaustive)
+        pytest.param(setting, who, half, marks=pytest.mark.thorough if who == default else pytest.mark.exhaustive)
         for half, default in enumerate(("all", "one"))
         for who in ("all", "one")
     ]

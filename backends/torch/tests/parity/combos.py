@@ -71,9 +71,9 @@ class Combo:
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """Of each setting of the product; all integers to reshard to are one choice."""
+        """Of each setting; all integers to reshard to are one choice, and so are all options together."""
         reshard = self.reshard if isinstance(self.reshard, bool) else "integer"
-        return self.model, self.world, self.mesh, reshard, self.policy, self.accumulation
+        return self.model, self.world, self.mesh, reshard, self.policy, self.accumulation, self.options
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:

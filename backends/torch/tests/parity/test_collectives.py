@@ -80,7 +80,7 @@ def test_decoder_in_training_and_accumulation(pool: PoolSet, combo: Combo) -> No
     assert kinds["all_gather"] == (2 * combo.accumulation * gathers_per_microbatch if reductions else 0)
 
 
-@pytest.mark.parametrize("combo", covering(EVALUATED, choices, strength=3, id=identity))
+@pytest.mark.parametrize("combo", covering(EVALUATED, choices, strength=2, id=identity))
 def test_decoder_in_evaluation(pool: PoolSet, combo: Combo) -> None:
     assert check_equal(pool, combo, "evaluation")
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from covering import covering
 from parity.checks import check_same_bits
 from parity.combos import Combo, identity
 from parity.features import PATTERNS
 from parity.running import Compare
+
+pytestmark = pytest.mark.thorough
 
 SETTINGS = [
     (1, "fsdp", True, "fp32", 1),
@@ -85,6 +88,11 @@ COMBOS = [
 ]
 
 
-@pytest.mark.parametrize("combo", COMBOS, ids=identity)
+def feature(combo: Combo) -> tuple[object, ...]:
+    """How mesh, policy and microbatches act on one another is for the product."""
+    return combo.model, combo.options, combo.world
+
+
+@pytest.mark.parametrize("combo", covering(COMBOS, feature, strength=2, id=identity))
 def test_same_bits(compare: Compare, combo: Combo) -> None:
     check_same_bits(combo, compare(combo))

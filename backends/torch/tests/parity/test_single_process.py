@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pytest
 
+from covering import covering
 from hpcompat_conformance.pool import PoolSet
-from parity.combos import Combo
+from parity.combos import Combo, choices, identity
 from parity.native_gaps import NATIVE_REFUSES
 
 MESHES = [(1, "fsdp"), (2, "fsdp"), (2, "hsdp"), (2, "hsdp-wide"), (4, "fsdp"), (4, "hsdp"), (4, "hsdp-tall")]
@@ -18,15 +19,19 @@ def check(pool: PoolSet, combo: Combo, function: str = "check_training", **kwarg
     return pool(combo.world).run(f"parity.single:{function}", combo=combo.to_dict(), **kwargs)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("factor", [1, 3, 300])
-@pytest.mark.parametrize(("world", "mesh"), MESHES)
-def test_divide_factor_is_the_same_on_every_mesh(
-    pool: PoolSet, world: int, mesh: str, factor: int, policy: str
-) -> None:
+DIVIDED = [
+    Combo("mlp", world, mesh, policy=policy, options=(f"factor={factor}",))
+    for world, mesh in MESHES
+    for factor in (1, 3, 300)
+    for policy in ("fp32", "bf16", "fp16")
+]
+
+
+@pytest.mark.parametrize("combo", covering(DIVIDED, choices, strength=2, id=identity))
+def test_divide_factor_is_the_same_on_every_mesh(pool: PoolSet, combo: Combo) -> None:
     """The sum over all ranks, divided by the factor, on FSDP and HSDP alike (RED-03); gloo cannot premultiply."""
-    combo = Combo("mlp", world, mesh, policy=policy, options=(f"factor={factor}",))
-    assert min(check(pool, combo, divisor=factor)) == 3 * 8
+    (option,) = combo.options
+    assert min(check(pool, combo, divisor=int(option.removeprefix("factor=")))) == 3 * 8
 
 
 @pytest.mark.parametrize("mesh", ["fsdp", "hsdp"])

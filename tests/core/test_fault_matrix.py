@@ -1,4 +1,4 @@
-"""The printed fault matrix: a mark per cell, implementations side by side, from one run or from files of several."""
+"""The fault matrix: what of it runs by default, and how it is printed: side by side, from one run or from files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fault_matrix import report, settings
+from covering import left_out
+from fault_matrix import report, settings, suite
 from fault_matrix.cell import WHO, Cell
 
 OURS, NATIVE = "fault_kits:Torch", "fault_kits:Native"
@@ -42,3 +43,14 @@ def test_there_are_cells_between_microbatches_in_every_way_to_wrap() -> None:
         found = [setting for setting in settings.SETTINGS if setting.style == style and not setting.is_mixed]
         ways = {(setting.wrapper, setting.mesh, setting.reshard) for setting in found}
         assert ways >= {(setting.wrapper, setting.mesh, setting.reshard) for setting in settings.WRAPPERS}
+
+
+def test_every_kind_of_place_is_met_in_every_setting_by_default() -> None:
+    assert not left_out(suite.places(), suite.choices, strength=2, marks=["exhaustive"])
+
+
+def test_all_events_are_met_by_default() -> None:
+    default = [one.values for one in suite.EVENTS if not any(mark.name == "exhaustive" for mark in one.marks)]
+    assert {(setting, half) for setting, _, half in default} == {
+        (setting.id, half) for setting in settings.EVENT_BY_EVENT for half in (0, 1)
+    }
