@@ -37,7 +37,9 @@ def train(backend: str, *arguments: str, out: Path) -> Path:
     return out / "losses.json"
 
 
-@pytest.mark.parametrize("arguments", ["", "--tied --batch 2 --accumulate 2 --mesh hsdp"])
+@pytest.mark.parametrize(
+    "arguments", [pytest.param("", marks=pytest.mark.exhaustive), "--tied --batch 2 --accumulate 2 --mesh hsdp"]
+)
 def test_loss_curves_agree(arguments: str, tmp_path: Path) -> None:
     files = [str(train(backend, *arguments.split(), out=tmp_path / backend)) for backend in ("torch", "mindspore")]
     compare = [str(EXAMPLES / "compare_backends.py"), *files, "--max-relative-difference", LIMIT]

@@ -31,7 +31,7 @@ from both_optimizers import (
 from hpcompat_mindspore import arithmetic, optim
 from hpcompat_mindspore.tensors import numpy_dtype
 
-NUM_STEPS = 50
+NUM_STEPS = 20
 ADAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW": ("AdamW", {}),
     "AdamW, strong decay": ("AdamW", {"weight_decay": 0.3}),
