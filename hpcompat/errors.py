@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+# The shape that was expected, the one that was found, and whether that is the shape of this rank's part.
+Misfit = tuple[tuple[int, ...], tuple[int, ...], bool]
+LOCAL_ADVICE = (
+    ", the shape of this rank's part; every rank that loads one file would hold the same rows. Where each rank has "
+    "saved its own, call hpcompat.load_local_state_dict"
+)
+
 
 class UserError(ValueError, AssertionError):
     """A caller's mistake that FSDP2 reports as ``AssertionError`` and that we report as ``ValueError``: it is both."""
@@ -9,6 +18,24 @@ class UserError(ValueError, AssertionError):
 
 class StateDictError(ValueError, RuntimeError):
     """A value that does not fit its parameter; torch raises ``RuntimeError`` for it."""
+
+    @classmethod
+    def of_shapes(cls, module: str, misfits: Mapping[str, Misfit], *, are_local: bool = False) -> StateDictError:
+        """The values in ``misfits``, by name, have other shapes than ``module`` takes: global ones, or this rank's if
+        ``are_local``. Begins as torch does.
+        """
+        lines = cls.lines(misfits, are_local=are_local)
+        return cls(f"Error(s) in loading state_dict for {module}:\n\t" + "\n\t".join(lines))
+
+    @staticmethod
+    def lines(misfits: Mapping[str, Misfit], *, are_local: bool = False) -> list[str]:
+        """One for each value."""
+        kind = "local" if are_local else "global"
+        return [
+            f"size mismatch for {name}: expected a value of the {kind} shape {expected}, but got {found}"
+            + (LOCAL_ADVICE if is_local else "")
+            for name, (expected, found, is_local) in misfits.items()
+        ]
 
 
 def shared_parameter(name: str, other: str) -> ValueError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -117,6 +117,30 @@ def full_tensor(parameter: Any, value: Any = None) -> Any:
     back as they are, and so does a scalar, such as the ``step`` of an optimizer's state.
     """
     return registry.backend_for(parameter).training.full_tensor(parameter, value)
+
+
+def load_local_state_dict(module: Any, state_dict: Mapping[str, Any], *, strict: bool = True) -> Any:
+    """Load what each rank has saved for itself: plain tensors of the shapes of this rank's parts.
+
+    They fit the mesh and the placements they were saved with alone, and nothing can be said about those that do not but
+    their shapes. ``module.load_state_dict`` takes whole values, on any mesh. Values for what is not sharded, and those
+    that know their place in the whole (DTensors, a state dict's on MindSpore), are taken by both.
+
+    Args:
+        module: any module of the model, wrapped or not.
+        state_dict: names and values.
+        strict: the names must be those of the module.
+
+    Returns:
+        What ``module.load_state_dict`` returns.
+
+    Raises:
+        StateDictError: a value has another shape than this rank's part. Nothing is loaded then.
+        TypeError: ``state_dict`` is no mapping.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"expected state_dict to be a dict of names and values, but got {state_dict!r}")
+    return registry.backend_for(module).training.load_local_state_dict(module, state_dict, strict=strict)
 
 
 # Numpy

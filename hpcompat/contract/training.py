@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -20,3 +20,4 @@ class Training(Protocol):
     def to_numpy(self, tensor: Any) -> Any: ...
     def from_numpy(self, array: Any, *, dtype: Any) -> Any: ...
     def full_tensor(self, parameter: Any, value: Any) -> Any: ...
+    def load_local_state_dict(self, module: Any, state_dict: Mapping[str, Any], *, strict: bool) -> Any: ...

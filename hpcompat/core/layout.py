@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from hpcompat.errors import StateDictError, UserError
+from hpcompat.errors import UserError
 from hpcompat.placement import is_shard
 
 
@@ -96,22 +96,6 @@ def shard_dim(placement: Any, *, name: str, shape: Sequence[int]) -> int:
             f"but got it for parameter {name!r} of shape {tuple(shape)}"
         )
     return dim % num_dims
-
-
-def is_whole(shape: Sequence[int], *, name: str, whole: Sequence[int], shard: Sequence[int]) -> bool:
-    """Whether a value of ``shape`` to load into parameter ``name`` is the whole of it, and not this rank's shard.
-
-    Raises:
-        StateDictError: it is neither.
-    """
-    if tuple(shape) == tuple(whole):
-        return True
-    if tuple(shape) == tuple(shard):
-        return False
-    raise StateDictError(
-        f"expected the value of {name!r} to have the global shape {tuple(whole)} or the local shape {tuple(shard)}, "
-        f"but got {tuple(shape)}"
-    )
 
 
 def offsets(sizes: Iterable[int], *, alignment: int = 1) -> tuple[list[int], int]:

@@ -9,19 +9,18 @@ so all gradients of the group are there by then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mindspore
 from mindspore import Tensor, nn
 
 from hpcompat.core.around import AroundForward
-from hpcompat.core.layout import is_whole
 from hpcompat.core.state_dict import after_reading, before_loading, before_reading
 from hpcompat.core.tree import TensorTree
 from hpcompat.core.unit import unit_of
-from hpcompat_mindspore import autograd, gradients
-from hpcompat_mindspore.param import ShardedParam, param_of
+from hpcompat_mindspore import autograd, gradients, loading
+from hpcompat_mindspore.param import ShardedParam, mark, param_of
 from hpcompat_mindspore.tensors import cast_floating, memory_of
 
 if TYPE_CHECKING:
@@ -38,14 +37,24 @@ def install(unit: HookedUnit) -> None:
         for module in dict.fromkeys(module for param in params for module, _ in param.places):
             module.register_state_dict_pre_hook(before_reading(group))
             module.register_state_dict_post_hook(after_reading(group, shard_of=_shard_of))
-            module.register_load_state_dict_pre_hook(before_loading(group))
+            module.register_load_state_dict_pre_hook(_load_hook(group))
     for module in unit.modules:
-        for _, parameter in _named_places(module):
+        for _, parameter in loading.named_places(module):
             gradients.make_gradient_own(parameter, memory_of(unit.device))
 
 
 def _shard_of(param: ShardedParam, value: Tensor) -> Tensor:
-    return param.shard
+    return mark(param.shard, param)
+
+
+def _load_hook(group: HookedGroup) -> Callable[..., None]:
+    reshard = before_loading(group)
+
+    def load_hook(cell: nn.Cell, state: Any, prefix: str, *rest: Any) -> None:
+        reshard()
+        loading.refuse_in(cell, state, prefix, messages=rest[-1])
+
+    return load_hook
 
 
 # Forward
@@ -105,56 +114,28 @@ class MindSporeModuleMixin:
         """Drop the gradients of all parameters at and below this cell, those that still wait for their reduction and
         ``main_grad`` included. Cells have no such method of their own.
         """
-        for _, parameter in _named_places(self):
+        for _, parameter in loading.named_places(self):
             parameter._grad = None
             if param_of(parameter) is not None:
                 parameter.grad = None
                 if hasattr(parameter, "main_grad"):
                     parameter.main_grad = None
-        for unit in _units_below(self):
+        for unit in loading.units_below(self):
             for group in unit.groups:
                 group.tensors.drop_gradients()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
-        """As ``nn.Cell.load_state_dict``; a value for a sharded parameter has the global shape (every rank passes the
-        whole tensor) or this rank's local shape.
+        """As ``nn.Cell.load_state_dict``; a value for a sharded parameter is one of a state dict, which knows that it
+        is a shard, or a tensor of the global shape (every rank passes the whole tensor). Parts that each rank has saved
+        for itself are loaded by :func:`hpcompat.load_local_state_dict`.
 
         Raises:
-            StateDictError: it has neither shape.
+            StateDictError: a value has another shape. Nothing is loaded then.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"Expected state_dict to be dict-like, names and values, but got {state_dict!r}")
-        units = _units_below(self)
-        for unit in units:
-            for group in unit.groups:
-                group.to_sharded_for_loading()
-        loaded = dict(state_dict)
-        for name, parameter in _named_places(self):
-            if name in loaded and isinstance(loaded[name], Tensor):
-                loaded[name] = _to_shard(name, loaded[name], parameter)
+        loading.reshard_below(self)
+        loaded = loading.shards_of(self, state_dict)
         result = super().load_state_dict(loaded, strict=strict)  # type: ignore[misc]
-        for unit in units:
-            for group in unit.groups:
-                group.tensors.rebind()  # type: ignore[attr-defined]
+        loading.rebind_below(self)
         return result
-
-
-def _units_below(module: Any) -> Iterable[HookedUnit]:
-    return dict.fromkeys(unit for _, cell in module.cells_and_names() if (unit := unit_of(cell)) is not None)
-
-
-def _named_places(module: Any) -> Iterable[tuple[str, Any]]:
-    for prefix, cell in module.cells_and_names():
-        for name, parameter in cell._params.items():
-            if parameter is not None:
-                yield f"{prefix}.{name}" if prefix else name, parameter
-
-
-def _to_shard(name: str, value: Tensor, parameter: Any) -> Tensor:
-    param = param_of(parameter)
-    if param is None or not is_whole(value.shape, name=name, whole=param.layout.shape, shard=param.shard_shape):
-        return value
-    with mindspore._no_grad():
-        return param.memory.copy_of(
-            param.memory.tensor(param.cut(param.memory.read(value)).reshape(-1), param.shard_shape)
-        )

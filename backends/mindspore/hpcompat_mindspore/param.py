@@ -24,6 +24,7 @@ from hpcompat.mesh import DataParallelMeshInfo, FSDPMeshInfo, shard_rank, shard_
 from hpcompat_mindspore.tensors import Buffer, Memory
 
 # By the identity of the parameter, which its owner keeps alive.
+_SHARD_OF = "_hpcompat_shard_of"
 _owners: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 
 
@@ -270,6 +271,17 @@ def managed_name(parameter: Parameter) -> str | None:
         return None
     module, attribute = owner.places[0]
     return f"{type(module).__name__}.{attribute}"
+
+
+def mark(shard: Tensor, param: ShardedParam) -> Tensor:
+    """``shard``, which says from now on that it is one, cut as ``param`` is."""
+    setattr(shard, _SHARD_OF, param)
+    return shard
+
+
+def shard_of(value: Tensor) -> ShardedParam | None:
+    """What ``value`` is the shard of, as far as it says so."""
+    return param_of(value) or getattr(value, _SHARD_OF, None)
 
 
 def full_tensor(parameter: Parameter, value: Tensor | None = None) -> Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, nn
 
-from hpcompat_mindspore import autograd, param
+from hpcompat_mindspore import autograd, loading, param
 
 Array = np.ndarray[Any, Any]
 
@@ -49,3 +49,7 @@ def from_numpy(array: Array, *, dtype: Any) -> Tensor:
 
 def full_tensor(parameter: Parameter, value: Tensor | None) -> Tensor:
     return param.full_tensor(parameter, value)
+
+
+def load_local_state_dict(module: nn.Cell, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
+    return loading.load_local_state_dict(module, state_dict, strict=strict)

@@ -211,15 +211,37 @@ def state_dict(**options: Any) -> None:
         assert shards[name].shape == param_of(parameter).shard_shape
     other = wrap(initialize(Net(), seed=1), **options)
     train(other)
-    other.load_state_dict({name: Tensor(value) for name, value in shards.items()})
+    hpcompat.load_local_state_dict(other, {name: Tensor(value) for name, value in shards.items()})
     assert_close(full_values(other), full_values(initialize(Net())), tolerance=0)
+    other.load_state_dict(wrap(initialize(Net(), seed=3), **options).state_dict())
+    assert_close(full_values(other), full_values(initialize(Net(), seed=3)), tolerance=0)
     whole = {name: Tensor(value.copy()) for name, value in full_values(initialize(Net(), seed=2)).items()}
     other.load_state_dict(whole)
     assert_close(full_values(other), full_values(initialize(Net(), seed=2)), tolerance=0)
     zero_grad(other)
     follow(other, initialize(Net(), seed=2))
-    with pytest.raises(ValueError, match=r"head\.bias"):
+    with pytest.raises(ValueError, match=r"size mismatch for head\.bias"):
         other.load_state_dict({**whole, "head.bias": Tensor(np.zeros(77, np.float32))})
+    if num_ranks() > 1:
+        refuse_parts(other, shards)
+
+
+def refuse_parts(model: Any, shards: dict[str, Any]) -> None:
+    """A file that holds one rank's part would give every rank the same rows: wrapped or not, nothing of it counts."""
+    before = full_values(model)
+    with pytest.raises(RuntimeError, match=r"(?s)size mismatch for head\.weight: .*load_local_state_dict"):
+        model.load_state_dict({name: Tensor(value) for name, value in shards.items()})
+    with pytest.raises(ValueError, match=r"size mismatch for head\.weight: expected a value of the local shape"):
+        hpcompat.load_local_state_dict(model, {name: Tensor(value) for name, value in before.items()})
+    assert_close(full_values(model), before, tolerance=0)
+    plain = initialize(Net())
+    hpcompat.fully_shard(plain.head)
+    values = {name: Tensor(parameter.asnumpy() + 1) for name, parameter in named(plain).items()}
+    with pytest.raises(RuntimeError, match=r"size mismatch for head\.weight"):
+        plain.load_state_dict(values)
+    hpcompat.load_local_state_dict(plain, values)
+    plain.load_state_dict({name: Tensor(value) for name, value in before.items()})
+    assert_close(full_values(plain), before, tolerance=0)
 
 
 def methods() -> None:

@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from hpcompat.core.around import AroundForward
-from hpcompat.core.layout import is_whole
 from hpcompat.core.state_dict import after_reading, before_loading, before_reading
 from hpcompat.core.tree import TensorTree
 from hpcompat.core.unit import unit_of
 from hpcompat.module import HSDPModule
-from hpcompat_torch import private
+from hpcompat_torch import loading, private
 from hpcompat_torch.native_view import NativeModule, NativeReplicateModule, StateView, refuse_unknown_methods, state_of
 from hpcompat_torch.param import ShardedParam, clear_gradient
 from hpcompat_torch.streams import has_streams
@@ -214,37 +212,23 @@ class TorchModuleMixin(NativeModule):  # type: ignore[misc, valid-type]
         (OPT-07).
         """
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        for unit in _units_below(self):
+        for unit in loading.units_below(self):  # type: ignore[arg-type]
             for group in unit.groups:
                 for param in group.tensors.params:  # type: ignore[attr-defined]
                     clear_gradient(param.sharded_param, set_to_none=set_to_none)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As ``nn.Module.load_state_dict``; a value for a sharded parameter may be a DTensor of its mesh and
-        placements, or a plain tensor of the global shape (every rank passes the whole tensor) or of this rank's local
-        shape.
+        """As ``nn.Module.load_state_dict``; a value for a sharded parameter is a DTensor, or a plain tensor of the
+        global shape (every rank passes the whole tensor). Parts that each rank has saved for itself are loaded by
+        :func:`hpcompat.load_local_state_dict`.
 
         Raises:
-            StateDictError: a plain tensor has neither shape.
+            StateDictError: a value has another shape. Nothing is loaded then.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"Expected state_dict to be dict-like, names and values, but got {state_dict!r}")
-        owners = {
-            param.sharded_param: param
-            for unit in _units_below(self)
-            for group in unit.groups
-            for param in group.tensors.params
-        }  # type: ignore[attr-defined]
-        for unit in _units_below(self):
-            for group in unit.groups:
-                group.to_sharded_for_loading()
-        loaded = dict(state_dict)
-        for name, parameter in self.named_parameters(remove_duplicate=False):  # type: ignore[attr-defined]
-            value = loaded.get(name)
-            if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                shard = _to_shard(name, value, parameter, owners.get(parameter))
-                # A view would keep the global tensor alive for as long as the parameter.
-                loaded[name] = shard.clone() if assign else shard
+        loading.reshard_below(self)  # type: ignore[arg-type]
+        loaded = loading.shards_of(self, state_dict, assign=assign)  # type: ignore[arg-type]
         if hasattr(state_dict, "_metadata"):
             loaded = _WithMetadata(loaded)
             loaded._metadata = state_dict._metadata  # type: ignore[attr-defined]
@@ -262,24 +246,3 @@ class _WithMetadata(dict[str, Any]):
     """A state dict that carries torch's version metadata."""
 
     _metadata: Any
-
-
-def _units_below(module: Any) -> Iterable[HookedUnit]:
-    return dict.fromkeys(unit for below in module.modules() if (unit := unit_of(below)) is not None)
-
-
-def _to_shard(name: str, value: torch.Tensor, parameter: DTensor, owner: ShardedParam | None) -> DTensor:
-    """``value`` as a DTensor like ``parameter``, without communication."""
-    local = value
-    if is_whole(value.shape, name=name, whole=parameter.shape, shard=parameter._local_tensor.shape):
-        if owner is None or owner.spec.unsharded is not None:
-            return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        local = owner.cut(value)
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

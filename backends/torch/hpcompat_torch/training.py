@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpcompat_torch import distributed
+from hpcompat_torch import distributed, loading
 
 
 def backward(tensor: torch.Tensor, gradient: torch.Tensor | None, *, retain_graph: bool) -> None:
@@ -61,3 +62,7 @@ def from_numpy(array: NDArray[Any], *, dtype: torch.dtype | None) -> torch.Tenso
 def full_tensor(parameter: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
     tensor = parameter.detach() if value is None else value
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def load_local_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
+    return loading.load_local_state_dict(module, state_dict, strict=strict)

@@ -68,8 +68,6 @@ ACCIDENTS = {
     "symmetric-memory-on-gloo",
     # Says fully_shard where replicate was called; from "doesn't support scalar parameters" on ours is the same.
     "replicate-scalar",
-    # nn.Module's own words, which begin with the class name.
-    "load-state-dict-wrong-shape-as-torch",
 }
 # Ours knows the type of the module by another path, and a parameter before the root has given it its full name.
 NAMES = re.compile(r"<class '[\w.]+'>|'[\w.]+'")

@@ -111,6 +111,34 @@ def values_of_another_shape(ctx: Context) -> None:
     )
 
 
+def parts(ctx: Context, model: Any) -> dict[str, Any]:
+    """What this rank holds, as plain tensors."""
+    state = ctx.framework.state_dict(model)
+    return {name: ctx.framework.tensor(ctx.framework.local(value)) for name, value in state.items()}
+
+
+@case("SDT-12", procs=(2, 4))
+def parts_of_one_rank(ctx: Context) -> None:
+    model = ctx.shard(ctx.model(UNEVEN), units=UNITS)
+    before = ctx.values(model)
+    with check_raises((ValueError, RuntimeError), containing="layers.1.weight"):
+        model.load_state_dict(parts(ctx, ctx.shard(ctx.framework.model(UNEVEN, seed=ctx.seed + 1), units=UNITS)))
+    check_arrays(ctx.values(model), before, what="value after the refusal")
+
+
+@case("SDT-13", procs=(1, 2, 4), requires=("load_local_state_dict",))
+def parts_of_each_rank(ctx: Context) -> None:
+    other = ctx.shard(ctx.framework.model(UNEVEN, seed=ctx.seed + 1), units=UNITS)
+    model = ctx.shard(ctx.model(UNEVEN), units=UNITS)
+    ctx.api.load_local_state_dict(model, parts(ctx, other))
+    check_arrays(ctx.values(model), ctx.values(other), what="value after loading this rank's part")
+    if ctx.world_size > 1:
+        whole = {name: ctx.framework.tensor(value) for name, value in ctx.values(model).items()}
+        with check_raises(ValueError, containing="layers.1.weight"):
+            ctx.api.load_local_state_dict(model, whole)
+    ctx.train(model, ctx.inputs(UNEVEN))
+
+
 @case("SDT-08", procs=(1, 2, 4), requires=("bfloat16",), reports=("pytorch/pytorch#146114",))
 def buffers(ctx: Context) -> None:
     recipe = Buffered()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import hpcompat
 from behaviour.models import (
     WIDTH,
     assert_same_bits,
@@ -18,6 +19,7 @@ from behaviour.models import (
     loss_of,
     mlp,
     parameters,
+    shard,
     train,
     true_gradients,
     wrap,
@@ -48,11 +50,11 @@ def as_locals(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def mixed(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """One parameter of each form, in turn."""
-    forms = [as_dtensors(values), as_locals(values), dict(values)]
-    return {name: forms[index % 3][name] for index, name in enumerate(values)}
+    forms = [as_dtensors(values), dict(values)]
+    return {name: forms[index % 2][name] for index, name in enumerate(values)}
 
 
-FORMS = {"dtensor": as_dtensors, "local": as_locals, "global": dict, "mixed": mixed}
+FORMS = {"dtensor": as_dtensors, "global": dict, "mixed": mixed}
 
 
 @behaviour(
@@ -81,6 +83,70 @@ def values_of_every_form_load(form: str, assign: bool) -> None:
     for trained in (model, reference):
         train(trained, steps=[1, 2])
     assert_same_bits(parameters(model), parameters(reference))
+
+
+def partly_wrapped() -> nn.Module:
+    """The first layer is a unit, the root is not."""
+    model = mlp()
+    shard(model[0])
+    return model
+
+
+@behaviour(2, 4, each=[{"assign": False}, {"assign": True}])
+def parts_of_one_rank_are_refused(assign: bool) -> None:
+    """A file that holds rank 0's part would give every rank the same rows. Nothing is loaded."""
+    model = wrap(mlp())
+    before = parameters(model)
+    message = r"(?s)in loading state_dict for FSDPSequential:\n\tsize mismatch for 0\.weight: .*load_local_state_dict"
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict(as_locals(other_values()), assign=assign)
+    assert_same_bits(parameters(model), before)
+    plain = partly_wrapped()
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        plain.load_state_dict({**other_values(), **wholly(plain[0], prefix="0.")}, assign=assign)
+
+
+def wholly(module: nn.Module, *, prefix: str) -> dict[str, Tensor]:
+    """This rank's parts of what ``module`` holds, as plain tensors."""
+    return {prefix + name: value.to_local().clone() for name, value in module.state_dict().items()}
+
+
+@behaviour(1, 2, 4)
+def parts_of_each_rank_load_by_the_call_that_says_so() -> None:
+    """On a wrapped root and on one that is not; before the first step and after it."""
+    values = other_values()
+    model = wrap(mlp())
+    for _ in range(2):
+        result = hpcompat.load_local_state_dict(model, as_locals(values))
+        assert not result.missing_keys
+        assert_same_bits(parameters(model), values)
+        model.zero_grad()
+        loss_of(model, batch()).backward()
+        assert_same_bits(gradients(model), true_gradients(holding(values)))
+        train(model, steps=[1])
+    plain = partly_wrapped()
+    before = wholly(plain[0], prefix="0.")
+    hpcompat.load_local_state_dict(plain, {**values, **{name: value + 1 for name, value in before.items()}})
+    for name, value in wholly(plain[0], prefix="0.").items():
+        assert torch.equal(value, before[name] + 1)
+    assert torch.equal(plain[2].weight, values["2.weight"])
+
+
+@behaviour(2, 4)
+def the_call_for_parts_takes_no_whole_values() -> None:
+    model = wrap(mlp())
+    before = parameters(model)
+    with pytest.raises(ValueError, match=r"size mismatch for 0\.weight: expected a value of the local shape"):
+        hpcompat.load_local_state_dict(model, other_values())
+    values = as_locals(other_values())
+    with pytest.raises(RuntimeError, match=r'Missing.*"0\.weight"'):
+        hpcompat.load_local_state_dict(model, {name: value for name, value in values.items() if name != "0.weight"})
+    with pytest.raises(TypeError, match="but got 1"):
+        hpcompat.load_local_state_dict(model, 1)  # type: ignore[arg-type]
+    model = wrap(mlp())
+    result = hpcompat.load_local_state_dict(model, {"0.weight": values["0.weight"]}, strict=False)
+    assert "0.bias" in result.missing_keys
+    assert_same_bits(parameters(model), {**before, "0.weight": other_values()["0.weight"]})
 
 
 @behaviour(each=[{"assign": False}, {"assign": True}])

@@ -190,7 +190,7 @@ ROWS = [
         "load-state-dict-wrong-shape-as-torch",
         lambda api: wrapped(api).load_state_dict({"weight": torch.ones(3, 4), "bias": torch.ones(4)}),
         (ValueError, RuntimeError),
-        r"'weight'.*but got \(3, 4\)",
+        r"size mismatch for weight: .*but got \(3, 4\)",
         r"global shape",
         "SDT-07",
         native=RuntimeError,

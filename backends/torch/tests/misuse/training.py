@@ -70,7 +70,22 @@ def _load_wrong_shape(api: Any) -> None:
 
 HIDES = r"expected the output of unit '' \(FSDP{module}\) .*, but got a {owner} that hides tensors"
 
+
+def _load_one_rank(api: Any) -> None:
+    wrapped(api).load_state_dict({"weight": torch.ones(2, 4), "bias": torch.ones(2)})
+
+
 ROWS = [
+    Misuse(
+        "load-state-dict-of-one-rank",
+        _load_one_rank,
+        (ValueError, RuntimeError),
+        r"size mismatch for weight: expected a value of the global shape \(4, 4\), but got \(2, 4\)",
+        r"call hpcompat\.load_local_state_dict",
+        "SDT-12",
+        world_size=2,
+        native=RuntimeError,
+    ),
     Misuse(
         "output-hides-tensors",
         lambda api: api.fully_shard(ReturnsBox(4, 4))(batch()),
@@ -124,8 +139,8 @@ ROWS = [
         "load-state-dict-wrong-shape",
         _load_wrong_shape,
         (ValueError,),
-        r"the value of 'weight' to have the global shape \(4, 4\) or the local shape \(2, 4\), but got \(3, 4\)",
-        r"global shape .* or the local shape",
+        r"size mismatch for weight: expected a value of the global shape \(4, 4\), but got \(3, 4\)",
+        r"the global shape \(4, 4\)",
         "SDT-07",
         world_size=2,
     ),

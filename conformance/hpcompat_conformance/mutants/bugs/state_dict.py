@@ -66,3 +66,33 @@ def _to_copies(module: Any, state: Any, prefix: str, metadata: Any) -> None:
 def a_state_dict_takes_the_parameters_away(plant: Plant) -> None:
     """A state dict that is taken inside a forward reshards what is being computed with."""
     plant.around(f"{HOOKS}:before_reading", lambda original, group: lambda *args, **kwargs: group.to_sharded())
+
+
+@mutant("SDT-12")
+def parts_load_as_if_they_were_whole(plant: Plant) -> None:
+    """load_state_dict takes this rank's part for the parameter's value, so a file of one rank gives wrong weights."""
+    loading = "hpcompat_torch.loading"
+
+    def take(original: Any, module: Any, state: Any, *, assign: bool) -> Any:
+        taken = dict(state)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            value = taken.get(name)
+            local = getattr(parameter, "_local_tensor", None)
+            if value is not None and local is not None and value.shape == local.shape != parameter.shape:
+                taken[name] = plant_like(value, parameter)
+        return original(module, taken, assign=assign)
+
+    plant.around(f"{loading}:shards_of", take)
+
+
+def plant_like(local: Any, parameter: Any) -> Any:
+    """A DTensor around ``local``."""
+    from hpcompat_torch import loading
+
+    return loading._like(local, parameter)
+
+
+@mutant("SDT-13")
+def parts_of_each_rank_do_not_load(plant: Plant) -> None:
+    """load_local_state_dict loads nothing."""
+    plant.instead("hpcompat_torch.training:load_local_state_dict")
