@@ -29,62 +29,51 @@ def _ignored_and_replicated(api: Any) -> None:
 
 
 POLICY_ROWS = [
+    Misuse(f"policy-{name}", _policy(**arguments), (error,), message, advice)
+    for name, arguments, error, message, advice in [
+        (
+            f"{argument.replace('_', '-')}-string",
+            {argument: "bf16"},
+            TypeError,
+            f"expected mp_policy.{argument} to be a torch.dtype, but got 'bf16'",
+            "torch.dtype",
+        )
+        for argument in ("param_dtype", "reduce_dtype", "output_dtype")
+    ]
+    + [
+        (
+            "integer-dtype",
+            {"param_dtype": torch.int8},
+            ValueError,
+            "expected mp_policy.param_dtype to be a floating dtype, but got torch.int8",
+            "floating dtype",
+        )
+    ]
+]
+
+TYPE_ROWS = [
     Misuse(
-        "policy-param-dtype-string",
-        _policy(param_dtype="bf16"),
+        name,
+        lambda api, argument=argument, make=make: wrapped(api, **{argument: make(api)}),
         (TypeError,),
-        r"expected mp_policy.param_dtype to be a torch.dtype, but got 'bf16'",
-        r"torch.dtype",
-    ),
-    Misuse(
-        "policy-reduce-dtype-string",
-        _policy(reduce_dtype="fp32"),
-        (TypeError,),
-        r"expected mp_policy.reduce_dtype to be a torch.dtype, but got 'fp32'",
-        r"torch.dtype",
-    ),
-    Misuse(
-        "policy-output-dtype-string",
-        _policy(output_dtype="fp32"),
-        (TypeError,),
-        r"expected mp_policy.output_dtype to be a torch.dtype, but got 'fp32'",
-        r"torch.dtype",
-    ),
-    Misuse(
-        "policy-integer-dtype",
-        _policy(param_dtype=torch.int8),
-        (ValueError,),
-        r"expected mp_policy.param_dtype to be a floating dtype, but got torch.int8",
-        r"floating dtype",
-    ),
-    Misuse(
-        "policy-dtype-in-its-place",
-        lambda api: wrapped(api, mp_policy=torch.bfloat16),
-        (TypeError,),
-        r"expected mp_policy to be a MixedPrecisionPolicy, but got torch.bfloat16",
-        r"MixedPrecisionPolicy",
-    ),
-    Misuse(
-        "policy-none",
-        lambda api: wrapped(api, mp_policy=None),
-        (TypeError,),
-        r"expected mp_policy to be a MixedPrecisionPolicy, but got None",
-        r"MixedPrecisionPolicy",
-    ),
-    Misuse(
-        "offload-policy-bool",
-        lambda api: wrapped(api, offload_policy=True),
-        (TypeError,),
-        r"expected offload_policy to be an OffloadPolicy, but got True",
-        r"OffloadPolicy",
-    ),
-    Misuse(
-        "offload-policy-class",
-        lambda api: wrapped(api, offload_policy=api.CPUOffloadPolicy),
-        (TypeError,),
-        r"expected offload_policy to be an OffloadPolicy, but got <class '.*CPUOffloadPolicy'>",
-        r"OffloadPolicy",
-    ),
+        rf"expected {argument} to be {meant}.*, but got {got}",
+        meant,
+    )
+    for name, argument, make, meant, got in [
+        ("policy-dtype-in-its-place", "mp_policy", lambda api: torch.bfloat16, "a MixedPrecisionPolicy", "torch.bfl"),
+        ("policy-none", "mp_policy", lambda api: None, "a MixedPrecisionPolicy", "None"),
+        ("offload-policy-bool", "offload_policy", lambda api: True, "an OffloadPolicy", "True"),
+        (
+            "offload-policy-class",
+            "offload_policy",
+            lambda api: api.CPUOffloadPolicy,
+            "an OffloadPolicy",
+            "<class '.*CPU",
+        ),
+        ("comm-fusion-string", "comm_fusion", lambda api: "yes", "a bool", "'yes'"),
+        ("comm-fusion-none", "comm_fusion", lambda api: None, "a bool", "None"),
+        ("zero-copy-int", "comm_fusion_zero_copy", lambda api: 1, "a bool", "1"),
+    ]
 ]
 
 # Only where there is no accelerator is pinned memory a mistake.
@@ -98,28 +87,49 @@ PINNED_ROW = Misuse(
     native=RuntimeError,
 )
 
+IGNORED_ROWS = [
+    Misuse(
+        f"ignored-params-{name}",
+        _ignore(choose),
+        (TypeError,),
+        rf"expected ignored_params to hold parameters, but got a {got}",
+        r"to hold parameters",
+    )
+    for name, choose, got in [
+        ("names", lambda module: {"weight"}, "str: 'weight'"),
+        ("one-parameter", lambda module: module.weight, "Tensor"),
+        ("module", lambda module: {module}, "Linear"),
+    ]
+]
+
+RESHARD_ROWS = [
+    *(
+        Misuse(
+            f"reshard-{type(value).__name__}",
+            lambda api, value=value: wrapped(api, reshard_after_forward=value),
+            (ValueError,),
+            rf"reshard_after_forward should be a bool or an int .*, but got {value!r}",
+            r"a bool or an int representing the group size",
+            native=ValueError,
+        )
+        for value in ("yes", 1.0)
+    ),
+    *(
+        Misuse(
+            f"reshard-{name}",
+            lambda api, value=value: wrapped(api, reshard_after_forward=value),
+            (ValueError,),
+            rf"reshard_after_forward as an int, it should be a factor of {world_size}, but got {value}",
+            r"pass True, False or a divisor of the shard axis",
+            "RSF-11",
+            native=ValueError,
+            world_size=world_size,
+        )
+        for name, value, world_size in [("not-a-divisor", 3, 2), ("larger-than-the-axis", 4, 2), ("zero", 0, 1)]
+    ),
+]
+
 ARGUMENT_ROWS = [
-    Misuse(
-        "comm-fusion-string",
-        lambda api: wrapped(api, comm_fusion="yes"),
-        (TypeError,),
-        r"expected comm_fusion to be a bool, but got 'yes'",
-        r"a bool",
-    ),
-    Misuse(
-        "comm-fusion-none",
-        lambda api: wrapped(api, comm_fusion=None),
-        (TypeError,),
-        r"expected comm_fusion to be a bool, but got None",
-        r"a bool",
-    ),
-    Misuse(
-        "zero-copy-int",
-        lambda api: wrapped(api, comm_fusion_zero_copy=1),
-        (TypeError,),
-        r"expected comm_fusion_zero_copy to be a bool.*but got 1",
-        r"a bool or None",
-    ),
     Misuse(
         "ignored-params-string",
         lambda api: wrapped(api, ignored_params="weight"),
@@ -127,27 +137,6 @@ ARGUMENT_ROWS = [
         r"expected ignored_params to be a set of parameters, but got 'weight'",
         r"a set of parameters",
         native=TypeError,
-    ),
-    Misuse(
-        "ignored-params-names",
-        lambda api: wrapped(api, ignored_params={"weight"}),
-        (TypeError,),
-        r"expected ignored_params to hold parameters, but got a str: 'weight'",
-        r"to hold parameters",
-    ),
-    Misuse(
-        "ignored-params-one-parameter",
-        _ignore(lambda module: module.weight),
-        (TypeError,),
-        r"expected ignored_params to hold parameters, but got a Tensor",
-        r"to hold parameters",
-    ),
-    Misuse(
-        "ignored-params-module",
-        _ignore(lambda module: {module}),
-        (TypeError,),
-        r"expected ignored_params to hold parameters, but got a Linear",
-        r"to hold parameters",
     ),
     Misuse(
         "replicate-params-not-managed",
@@ -165,50 +154,5 @@ ARGUMENT_ROWS = [
         r"to be apart",
         "RPL-06",
     ),
-    Misuse(
-        "reshard-string",
-        lambda api: wrapped(api, reshard_after_forward="yes"),
-        (ValueError,),
-        r"reshard_after_forward should be a bool or an int .*, but got 'yes'",
-        r"a bool or an int representing the group size",
-        native=ValueError,
-    ),
-    Misuse(
-        "reshard-float",
-        lambda api: wrapped(api, reshard_after_forward=1.0),
-        (ValueError,),
-        r"reshard_after_forward should be a bool or an int .*, but got 1\.0",
-        r"a bool or an int representing the group size",
-        native=ValueError,
-    ),
-    Misuse(
-        "reshard-not-a-divisor",
-        lambda api: wrapped(api, reshard_after_forward=3),
-        (ValueError,),
-        r"reshard_after_forward as an int, it should be a factor of 2, but got 3",
-        r"pass True, False or a divisor of the shard axis",
-        "RSF-11",
-        native=ValueError,
-        world_size=2,
-    ),
-    Misuse(
-        "reshard-larger-than-the-axis",
-        lambda api: wrapped(api, reshard_after_forward=4),
-        (ValueError,),
-        r"reshard_after_forward as an int, it should be a factor of 2, but got 4",
-        r"pass True, False or a divisor of the shard axis",
-        "RSF-11",
-        native=ValueError,
-        world_size=2,
-    ),
-    Misuse(
-        "reshard-zero",
-        lambda api: wrapped(api, reshard_after_forward=0),
-        (ValueError,),
-        r"reshard_after_forward as an int, it should be a factor of 1, but got 0",
-        r"pass True, False or a divisor of the shard axis",
-        "RSF-11",
-        native=ValueError,
-    ),
 ]
-ROWS = [*POLICY_ROWS, *ARGUMENT_ROWS]
+ROWS = [*POLICY_ROWS, *TYPE_ROWS, *IGNORED_ROWS, *RESHARD_ROWS, *ARGUMENT_ROWS]

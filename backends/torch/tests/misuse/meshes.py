@@ -60,13 +60,6 @@ EITHER = (ValueError, AssertionError, UserError)
 
 ROWS = [
     Misuse(
-        "mesh-string",
-        lambda api: api.fully_shard(linear(), mesh="cuda"),
-        (TypeError,),
-        r"expected mesh to be a DeviceMesh, but got 'cuda'",
-        r"init_device_mesh",
-    ),
-    Misuse(
         "mesh-process-group",
         lambda api: api.fully_shard(linear(), mesh=dist.group.WORLD),
         (TypeError,),
@@ -124,22 +117,6 @@ ROWS = [
         "ENT-10",
     ),
     Misuse(
-        "dims-unset",
-        _dims(),
-        (ValueError,),
-        r"At least one of shard or replicate must be set in DataParallelMeshDims, but got neither",
-        r"name the axes",
-        native=ValueError,
-    ),
-    Misuse(
-        "dims-unknown-axis",
-        _dims(shard="fsdp"),
-        (ValueError,),
-        r"Mesh dim name 'fsdp' not found in mesh.mesh_dim_names \('dp', 'tp'\).*but got .*shard='fsdp\'",
-        r"name axes of the mesh",
-        native=ValueError,
-    ),
-    Misuse(
         "dims-unnamed-mesh",
         _dims(axes=None, shard="dp"),
         (ValueError,),
@@ -153,21 +130,6 @@ ROWS = [
         (ValueError,),
         r"dp_mesh_dims, but got DataParallelMeshDims\(shard='dp', replicate='dp'\)",
         r"expected every mesh axis once",
-    ),
-    Misuse(
-        "dims-tuple",
-        lambda api: api.fully_shard(linear(), mesh=mesh(1, 1, names="dp tp"), dp_mesh_dims=("dp",)),
-        (TypeError,),
-        r"expected dp_mesh_dims to be a DataParallelMeshDims, but got \('dp',\)",
-        r"DataParallelMeshDims",
-    ),
-    Misuse(
-        "dims-plain-parameters",
-        _dims(shard="dp"),
-        (ValueError,),
-        r"all parameters must be DTensors on the full SPMD mesh, but got plain tensor for parameter 'weight'",
-        r"distribute_module",
-        native=ValueError,
     ),
     Misuse(
         "dims-parameters-on-another-mesh",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -16,24 +15,10 @@ from misuse.row import Misuse
 EITHER = (ValueError, AssertionError, UserError)
 
 
-def _list_as_root(api: Any) -> None:
-    layers = [linear(), linear()]
-    api.fully_shard(layers)
-    layers[0](batch())
-
-
 def _second_root(api: Any) -> None:
     model = wrapped_stack(api)
     model[0](batch())
     model(batch())
-
-
-def _tied_over_two_units(api: Any) -> None:
-    model = stack()
-    model[1].weight = model[0].weight
-    for layer in model:
-        api.fully_shard(layer)
-    api.fully_shard(model)(batch())
 
 
 def _on_meta(api: Any) -> Any:
@@ -71,13 +56,6 @@ def _new_mesh_info_per_parameter(api: Any) -> None:
 
 ROWS = [
     Misuse(
-        "module-string",
-        lambda api: api.fully_shard("model"),
-        (TypeError,),
-        r"expected an object of an installed backend's framework, but got an object of type builtins.str",
-        r"choose one with backend=",
-    ),
-    Misuse(
         "module-parameter",
         lambda api: api.fully_shard(linear().weight),
         (TypeError,),
@@ -99,64 +77,11 @@ ROWS = [
         r"a list of modules",
     ),
     Misuse(
-        "list-empty",
-        lambda api: api.fully_shard([]),
-        (ValueError,),
-        r"but got an empty list",
-        r"expects a module or a non-empty list of modules",
-    ),
-    Misuse(
         "backend-unknown",
         lambda api: api.fully_shard(linear(), backend="jax"),
         (ValueError,),
         r"expected backend to name an installed backend, but got 'jax'; installed backends: .*torch",
         r"choose one with backend=",
-    ),
-    Misuse(
-        "wrapped-twice",
-        lambda api: api.fully_shard(wrapped(api)),
-        EITHER,
-        r"can only be applied to a module once.*but got FSDPLinear",
-        r"wrap bottom-up, each module in one call",
-        "LIF-09",
-        native=AssertionError,
-    ),
-    Misuse(
-        "wrapped-twice-in-list",
-        lambda api: api.fully_shard([linear(), wrapped(api)]),
-        EITHER,
-        r"can only be applied to a module once.*but got FSDPLinear",
-        r"wrap bottom-up, each module in one call",
-        "LIF-09",
-        native=AssertionError,
-    ),
-    Misuse(
-        "module-list",
-        lambda api: api.fully_shard(nn.ModuleList([linear()])),
-        (ValueError,),
-        r"does not support containers that do not implement forward, but got ModuleList",
-        r"wrap its members, or pass them as a list",
-        "ENT-07",
-        native=ValueError,
-    ),
-    Misuse(
-        "module-dict",
-        lambda api: api.fully_shard(nn.ModuleDict({"head": linear()})),
-        (ValueError,),
-        r"does not support containers that do not implement forward, but got ModuleDict",
-        r"wrap its members, or pass them as a list",
-        "ENT-07",
-        native=ValueError,
-    ),
-    Misuse(
-        "list-as-root",
-        _list_as_root,
-        (RuntimeError,),
-        r"requires a single root module but got 2 modules: \['FSDPLinear', 'FSDPLinear'\]",
-        r"run forward through a module that holds them all and is wrapped",
-        "ENT-14",
-        native=RuntimeError,
-        world_size=2,
     ),
     Misuse(
         "second-root",
@@ -168,52 +93,7 @@ ROWS = [
         native=RuntimeError,
         world_size=2,
     ),
-    Misuse(
-        "tied-over-two-units",
-        _tied_over_two_units,
-        (ValueError,),
-        r"Parameter 'Linear.weight' is shared with .* another FSDP group.*but got it as '\w+Linear.weight' too",
-        r"one unit: fully_shard\(\[module_a, module_b\]\)",
-        "ENT-03",
-        native=ValueError,
-        world_size=2,
-    ),
-    Misuse(
-        "deepcopy",
-        lambda api: copy.deepcopy(wrapped(api)),
-        EITHER,
-        r"FSDP does not support deepcopy. .*but got a deepcopy of FSDPLinear",
-        r"use state dict.*copy the module before wrapping it.*EMA.*wrap a second model",
-        "ENT-08",
-        native=AssertionError,
-    ),
     # Parameters
-    Misuse(
-        "parameter-scalar",
-        lambda api: api.fully_shard(with_parameter(torch.tensor(1.0))),
-        (ValueError,),
-        r"doesn't support scalar parameters.*but got table of shape \(\)",
-        r"Change table to a 1D tensor with numel equal to 1\.",
-        "ENT-07",
-        native=ValueError,
-    ),
-    Misuse(
-        "parameter-non-contiguous",
-        lambda api: api.fully_shard(with_parameter(torch.ones(3, 4).t())),
-        (NotImplementedError,),
-        r"does not support non-contiguous parameters.*but got 'table' of shape \(4, 3\) and stride \(1, 4\)",
-        r"make it contiguous before wrapping",
-        native=NotImplementedError,
-    ),
-    Misuse(
-        "parameter-on-meta-at-forward",
-        lambda api: _on_meta(api)(batch()),
-        (RuntimeError,),
-        r"materialized from meta device .*, but the following were still on meta device: \['weight', 'bias'\]",
-        r"call module.to_empty\(device=...\) and initialize them, or load a state dict with assign=True",
-        "SDT-10",
-        native=RuntimeError,
-    ),
     Misuse(
         "parameter-on-meta-at-unshard",
         lambda api: _on_meta(api).unshard(),

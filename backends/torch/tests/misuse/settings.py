@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 from hpcompat import CapabilityError, FSDPMeshInfo, ShardPlacementResult, UserError
-from misuse.models import batch, linear, mesh, wrapped, wrapped_stack
+from misuse.models import linear, mesh, wrapped
 from misuse.row import Misuse
 
 EITHER = (ValueError, AssertionError, UserError)
@@ -62,12 +62,6 @@ def _two_allocators(api: Any) -> None:
     module = wrapped(api)
     module.set_custom_all_gather(Comm())
     module.set_allocate_memory_from_process_group_for_comm(True)
-
-
-def _reset_below_the_root(api: Any) -> None:
-    model = wrapped_stack(api)
-    model(batch())
-    model[0].reset_iter_state()
 
 
 def _switch(method: str, argument: str, value: object) -> Misuse:
@@ -278,31 +272,17 @@ METHOD_ROWS = [
             ("zero", 0, ValueError, "a positive int"),
         ]
     ),
-    Misuse(
-        "reset-below-the-root",
-        _reset_below_the_root,
-        (RuntimeError,),
-        r"reset_iter_state must be called on the root FSDP module, but got '0'",
-        r"call it on the module whose forward was run",
-        "REC-06",
-        native=RuntimeError,
-    ),
-    Misuse(
-        "forward-method-missing",
-        lambda api: api.register_fsdp_forward_method(wrapped(api), "generate"),
-        (ValueError,),
-        r"FSDPLinear'> does not have a method generate: .*but got 'generate'",
-        r"define it",
-        "ENT-02",
-        native=ValueError,
-    ),
-    Misuse(
-        "forward-method-not-callable",
-        lambda api: api.register_fsdp_forward_method(wrapped(api), "training"),
-        (ValueError,),
-        r"FSDPLinear'> does not have a method training: .*but got 'training'",
-        r"define it",
-        "ENT-02",
+    *(
+        Misuse(
+            f"forward-method-{name}",
+            lambda api, method=method: api.register_fsdp_forward_method(wrapped(api), method),
+            (ValueError,),
+            rf"FSDPLinear'> does not have a method {method}: .*but got '{method}'",
+            r"define it",
+            "ENT-02",
+            native=native,
+        )
+        for name, method, native in [("missing", "generate", ValueError), ("not-callable", "training", None)]
     ),
     Misuse(
         "share-comm-ctx-plain-module",

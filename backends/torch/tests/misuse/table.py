@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from misuse import arguments, meshes, modules, replicated, settings, silent, training
+from misuse import arguments, either, meshes, modules, replicated, settings, silent, training
 from misuse.row import Misuse
 
 _HAS_ACCELERATOR = torch.accelerator.is_available()
 
 ROWS: list[Misuse] = [
+    *either.ROWS,
     *meshes.ROWS,
     *modules.ROWS,
     *arguments.ROWS,

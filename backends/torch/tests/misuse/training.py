@@ -86,22 +86,20 @@ ROWS = [
         world_size=2,
         native=RuntimeError,
     ),
-    Misuse(
-        "output-hides-tensors",
-        lambda api: api.fully_shard(ReturnsBox(4, 4))(batch()),
-        (TypeError,),
-        HIDES.format(module="ReturnsBox", owner="Box"),
-        r"Return the tensors, or make Box a dataclass",
-        "FWD-02",
-        world_size=2,
-    ),
-    Misuse(
-        "output-hides-tensors-in-a-set",
-        lambda api: api.fully_shard(ReturnsSet(4, 4))(batch()),
-        (TypeError,),
-        HIDES.format(module="ReturnsSet", owner="set"),
-        r"in dicts, lists, tuples or dataclasses",
-        "FWD-02",
+    *(
+        Misuse(
+            name,
+            lambda api, module=module: api.fully_shard(module(4, 4))(batch()),
+            (TypeError,),
+            HIDES.format(module=module.__name__, owner=owner),
+            rf"in dicts, lists, tuples or dataclasses.*Return the tensors, or make {owner} a dataclass",
+            "FWD-02",
+            world_size=world_size,
+        )
+        for name, module, owner, world_size in [
+            ("output-hides-tensors", ReturnsBox, "Box", 2),
+            ("output-hides-tensors-in-a-set", ReturnsSet, "set", 1),
+        ]
     ),
     Misuse(
         "output-holds-itself",
