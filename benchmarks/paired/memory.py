@@ -2,11 +2,11 @@
 
 A dispatch mode sees every operator of the step (forward, backward, collectives and copies alike; an operator on a
 DTensor is seen as the operators on its local tensor). Every storage that goes in or comes out is remembered by a weak
-reference, and after each operator the sizes of all storages still alive are added up. A storage that was
-resized in place counts with its size of that moment, one resized to 0 counts nothing, and one that only waits in a
-cache for its next use counts in full. Left out are the storages that are there anyway: the sharded parameters and the
-input. The profiler's memory events would not do: gloo's threads often drop the last reference to a buffer, and the
-profiler does not see what those threads free.
+reference, and after each operator the addresses that storages still alive cover are counted. Addresses, because
+several storages may be windows of one: a byte counts once. A storage that was resized in place counts with its size of
+that moment, one resized to 0 counts nothing, and one that only waits in a cache for its next use counts in full. Left
+out is the memory that is there anyway: the sharded parameters' and the input's. The profiler's memory events would not
+do: gloo's threads often drop the last reference to a buffer, and the profiler does not see what those threads free.
 
 Three quantities:
 
@@ -27,7 +27,9 @@ owner), on the rank where they are largest.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -47,19 +49,46 @@ QUANTITIES: dict[str, dict[str, bool]] = {
     "step": {"frozen": False, "one_token": False},
 }
 NUM_WARMUP_STEPS = 2
-NUM_WATCHED_STEPS = 3
+NUM_WATCHED_STEPS = 5
+
+
+Range = tuple[int, int]
+"""Addresses from the first byte to the one after the last."""
+
+
+def range_of(storage: torch.UntypedStorage) -> Range:
+    start = storage.data_ptr()
+    return start, start + storage.nbytes()
+
+
+def merged(ranges: Iterable[Range]) -> list[Range]:
+    """The same addresses as sorted ranges of which no two touch."""
+    result: list[Range] = []
+    for start, stop in sorted(ranges):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(stop, result[-1][1]))
+        elif stop > start:
+            result.append((start, stop))
+    return result
+
+
+def num_covered(ranges: Iterable[Range]) -> int:
+    """How many addresses lie in at least one of `ranges`."""
+    return sum(stop - start for start, stop in merged(ranges))
 
 
 class StorageWatch(TorchDispatchMode):
-    """Peak of the bytes in storages that operators touch, without those in `known`."""
+    """Peak of the bytes in storages that operators touch, without the memory of `known`."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
         self.peak_bytes = 0
         self._known = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in known}
+        self._known_ranges = merged(range_of(storage) for storage in self._known.values())
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._sizes: dict[int, int] = {}
-        self._total = 0
+        self._ranges: dict[int, Range] = {}
+        # The sizes of all, windows or not, so that where this is below the peak the bytes covered are too.
+        self._bound = 0
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,11 +100,12 @@ class StorageWatch(TorchDispatchMode):
         for operand in tree_leaves((args, kwargs, result)):
             if isinstance(operand, Tensor) and not isinstance(operand, DTensor):
                 self._note(operand.untyped_storage())
-        if self._total > self.peak_bytes:
+        if self._bound > self.peak_bytes:
             # Storages resized to 0 since they last came by still count in full: look again before believing it.
             for storage in [storage for ref in self._refs.values() if (storage := ref()) is not None]:
                 self._note(storage)
-            self.peak_bytes = max(self.peak_bytes, self._total)
+            covered = num_covered([*self._known_ranges, *self._ranges.values()]) - num_covered(self._known_ranges)
+            self.peak_bytes = max(self.peak_bytes, covered)
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -84,13 +114,20 @@ class StorageWatch(TorchDispatchMode):
             return
         if key not in self._refs:
             self._refs[key] = weakref.ref(storage, lambda _: self._forget(key))
-        size = storage.nbytes()
-        self._total += size - self._sizes.get(key, 0)
-        self._sizes[key] = size
+            self._ranges[key] = (0, 0)
+        self._resize(key, range_of(storage))
+
+    def _resize(self, key: int, addresses: Range) -> None:
+        index = bisect_right(self._known_ranges, addresses[0], key=itemgetter(0)) - 1
+        if index >= 0 and addresses[1] <= self._known_ranges[index][1]:
+            addresses = (0, 0)  # a window of what is known
+        start, stop = self._ranges[key]
+        self._bound += addresses[1] - addresses[0] - (stop - start)
+        self._ranges[key] = addresses
 
     def _forget(self, key: int) -> None:
-        del self._refs[key]
-        self._total -= self._sizes.pop(key)
+        self._resize(key, (0, 0))
+        del self._refs[key], self._ranges[key]
 
 
 def measure_peaks(

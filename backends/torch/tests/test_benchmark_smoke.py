@@ -7,11 +7,14 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from hpcompat_torch.tensors import split_storage
 
 pytestmark = pytest.mark.thorough
 
@@ -59,11 +62,74 @@ def test_all_sides_compute_the_same_loss(run: Run) -> None:
     assert {name: row["losses_equal"] for name, row in run[0]["cases"].items()} == {"tiny24": True, "tiny24-host": True}
 
 
+WatchMaker = Callable[[list[torch.Tensor]], Any]
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> WatchMaker:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("paired.memory").StorageWatch  # type: ignore[no-any-return]
+
+
 def test_peaks_are_bytes_of_both_sides(run: Run) -> None:
     peaks = run[0]["peak_unsharded_bytes"]
 
     assert set(peaks) == {"ours", "native"}
     assert all(isinstance(peak, int) and peak > 0 for peak in peaks.values()), peaks
+
+
+NUM_SHARD_ELEMENTS = 1000
+UNIT_BYTES = NUM_SHARD_ELEMENTS * 4
+
+
+def flat_shard() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A unit's flat shard, which is gathered as it is, and the parameters' windows on it."""
+    flat = torch.zeros(NUM_SHARD_ELEMENTS)
+    return flat, split_storage(flat, [NUM_SHARD_ELEMENTS // 4, NUM_SHARD_ELEMENTS * 3 // 4])
+
+
+def test_the_flat_shard_is_not_counted_beside_the_parameters_on_it(watch: WatchMaker) -> None:
+    flat, windows = flat_shard()
+    out = torch.empty(2)
+    with watch([*windows, out]) as seen:
+        out[0].copy_(flat[0])
+        windows[1].add_(1)
+        flat.view(2, -1).mul_(2)
+
+    assert seen.peak_bytes == 0
+
+
+def test_memory_is_counted_once_however_many_windows_it_has(watch: WatchMaker) -> None:
+    flat, windows = flat_shard()
+    with watch([]) as seen:
+        for tensor in (*windows, flat, *windows):
+            tensor.mul_(2)
+
+    assert seen.peak_bytes == UNIT_BYTES
+
+
+def test_one_more_buffer_of_a_unit_is_seen(watch: WatchMaker) -> None:
+    flat, windows = flat_shard()
+    with watch(windows) as seen:
+        copy = flat.clone()
+        split_storage(copy, [NUM_SHARD_ELEMENTS])[0].mul_(2)
+        copy.untyped_storage().resize_(0)
+        flat.mul_(2)
+
+    assert seen.peak_bytes == UNIT_BYTES
+
+
+def test_memory_that_was_freed_counts_no_more(watch: WatchMaker) -> None:
+    flat, windows = flat_shard()
+    copies, others = [], []
+    with watch(windows) as seen:
+        for _ in range(3):
+            copies.append(flat.clone())
+            copies[-1].untyped_storage().resize_(0)
+            # So that the next copy lies elsewhere.
+            others.append(bytearray(UNIT_BYTES))
+
+    assert seen.peak_bytes == UNIT_BYTES
 
 
 def test_replaced_collectives_are_those_of_both_sides(run: Run) -> None:
