@@ -158,7 +158,7 @@ class HSDPModule(Recovery):
         if not _is_finite(factor) or factor <= 0:
             raise ValueError(f"expected the gradient divide factor to be positive and finite, but got {factor!r}")
         for group in self._groups(recurse=False):
-            group.set_division(factor=float(factor))
+            group.division.set(factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """:meth:`set_gradient_divide_factor`, by the name that it had in FSDP2 before."""
@@ -180,13 +180,13 @@ class HSDPModule(Recovery):
         if reduce_op_type not in ("avg", "sum"):
             raise ValueError(f'expected reduce_op_type to be "avg" or "sum", but got {reduce_op_type!r}')
         for group in self._groups(recurse=True):
-            group.set_division(op_type=reduce_op_type)
+            group.division.set(op_type=reduce_op_type)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Use only sums in collectives, with divisions around them."""
         _check_bool("enable", enable)
         for group in self._groups(recurse=False):
-            group.set_division(force_sum=enable)
+            group.division.set(force_sum=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Reduce zeros for parameters that got no gradient, so that ranks that use different ones agree (RED-05)."""
@@ -351,7 +351,7 @@ class HSDPModule(Recovery):
             gather, scatter = unit.backend.comm_for(kind, group.mesh_info.shard_process_group)
             group.all_gather_comm = gather
             # Symmetric-memory reduce-scatters exist for sums only.
-            group.reduce_scatter_comm = scatter if kind == "process_group" or group.forces_sum else None
+            group.reduce_scatter_comm = scatter if kind == "process_group" or group.division.forces_sum else None
 
 
 class ReplicateModule(HSDPModule):

@@ -8,19 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hpcompat.comm import ReduceOp
-from hpcompat.contract.scheduler import DividePlan, GatherRequest, ReduceRequest
+from hpcompat.contract.scheduler import GatherRequest, ReduceRequest
 from hpcompat.contract.states import ShardedState, TrainingState
 from hpcompat.core import agreement, events
 from hpcompat.core.agreement import Agreement
 from hpcompat.core.comm_ctx import CommContext
-from hpcompat.core.divide import DivideRequest, divide_plan
+from hpcompat.core.division import Division
 from hpcompat.mesh import (
     DataParallelMeshInfo,
-    DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
-    replicate_world_size,
     shard_world_size,
 )
 
@@ -77,13 +74,10 @@ class ParamGroup:
         self.all_reduce_hook: Callable[[Any], None] | None = None
         self.all_reduce_hook_stream: Any = None
         self.gradient_scaling_factor: Any = None
-        self._divide_factor: float | None = None
-        self._reduce_op_type = "avg"
-        self._force_sum = False
+        self.division = Division(mesh_info, backend=backend)
 
         self.backend = backend
         self._agreement = Agreement(self, backend)
-        self._plans: dict[bool, DividePlan] = {}
         self._is_prepared = False
         self._late_queued = False
         self._gather: Gather | None = None
@@ -110,31 +104,15 @@ class ParamGroup:
         return isinstance(self.mesh_info, FSDPMeshInfo)
 
     @property
-    def forces_sum(self) -> bool:
-        return self._force_sum
-
-    @property
     def reduction_name(self) -> str:
         """Of the collective that ends a reduction; empty where nothing travels."""
-        if self.all_reduce_grads and self._all_reduce_group() is not None:
+        if self.all_reduce_grads and self.division.all_reduce_group is not None:
             return "all-reduce"
         return "reduce-scatter" if self.shard_world_size > 1 else ""
 
     def pending(self) -> tuple[str, ParamGroup] | None:
         """The gather in flight."""
         return None if self._gather is None else ("all-gather", self)
-
-    def set_division(
-        self, *, factor: float | None = None, op_type: str | None = None, force_sum: bool | None = None
-    ) -> None:
-        """Change what gradients are divided by; ``None`` leaves a setting as it is."""
-        if factor is not None:
-            self._divide_factor = factor
-        if op_type is not None:
-            self._reduce_op_type = op_type
-        if force_sum is not None:
-            self._force_sum = force_sum
-        self._plans.clear()
 
     # Unshard and reshard
 
@@ -363,18 +341,19 @@ class ParamGroup:
 
     def _start_reduce(self, bucket: GradientBucket, pledge: Pledge | None) -> Reduction:
         ctx = self.comm_ctx
-        scatter_group, all_reduce_group = self._scatter_group(), self._all_reduce_group()
+        division = self.division
+        all_reduce_group = division.all_reduce_group
         all_reduce_stream: Any = ctx.all_reduce_stream
         if all_reduce_group is None and self.all_reduce_hook_stream is not None:
             all_reduce_stream = self.all_reduce_hook_stream
         reduction = self.tensors.start_reduce(
             bucket,
             ReduceRequest(
-                scatter_group,
+                division.scatter_group,
                 self.shard_world_size,
                 all_reduce_group,
                 self.all_reduce_grads,
-                self._plan(bucket.overflow_risk),
+                division.plan(bucket.overflow_risk),
                 self.gradient_scaling_factor,
                 self.reduce_scatter_comm,
                 self.all_reduce_hook,
@@ -387,47 +366,6 @@ class ParamGroup:
         )
         ctx.count_issued(self, self.reduction_name)
         return reduction
-
-    def _scatter_group(self) -> Any:
-        info = self.mesh_info
-        if not isinstance(info, FSDPMeshInfo):
-            return None
-        return info.reduce_scatter_process_group or info.shard_process_group
-
-    def _all_reduce_group(self) -> Any:
-        info = self.mesh_info
-        return info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
-
-    def _plan(self, overflow_risk: bool) -> DividePlan:
-        plan = self._plans.get(overflow_risk)
-        if plan is None:
-            info = self.mesh_info
-            factor = self._divide_factor
-            if factor is None and self._reduce_op_type == "sum":
-                factor = 1.0
-            plan = divide_plan(
-                DivideRequest(
-                    factor=factor,
-                    shard_world_size=self.shard_world_size,
-                    replicate_world_size=replicate_world_size(info),
-                    overflow_risk=overflow_risk,
-                    force_sum=self._force_sum or (factor == 1.0 and self._divide_factor is None),
-                    supported=self._supported_reductions(),
-                )
-            )
-            self._plans[overflow_risk] = plan
-        return plan
-
-    def _supported_reductions(self) -> frozenset[ReduceOp]:
-        """What all collectives of a reduction compute; over a shard axis of 1 there is no reduce-scatter."""
-        device = self.backend.device_of(self.mesh_info.mesh)
-        scatter_group = self._scatter_group() if self.shard_world_size > 1 else None
-        groups = (("reduce_scatter", scatter_group), ("all_reduce", self._all_reduce_group()))
-        supported = frozenset(ReduceOp)
-        for collective, group in groups:
-            if group is not None:
-                supported &= self.backend.supported_reductions(group, collective=collective, device=device)
-        return supported
 
     def finalize_backward(self) -> None:
         """End of the last backward: nothing pending is left behind."""

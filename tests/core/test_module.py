@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ class OnlyBuffers:
 
 
 def attribute(name: str) -> Callable[[Group], Any]:
-    return lambda group: getattr(group, name)
+    return operator.attrgetter(name)
 
 
 # Setters that take a bool: by name, what of a group they change, and whether they recurse.
@@ -45,7 +46,7 @@ BOOLS = {
     "set_requires_all_reduce": ("all_reduce_grads", True),
     "set_reduce_scatter_unused_params": ("reduce_scatter_unused_params", True),
     "set_unshard_in_backward": ("unshard_in_backward", False),
-    "set_force_sum_reduction_for_comms": ("forces_sum", False),
+    "set_force_sum_reduction_for_comms": ("division.forces_sum", False),
     "_set_unshard_async_op": ("unshard_async_op", True),
 }
 OTHER_BOOLS = [
@@ -182,7 +183,7 @@ EVERYONE = {"root", "a", "b", "c"}
 def test_bools_reach_the_units_below_as_documented(name: str) -> None:
     changed, recurses = BOOLS[name]
     model = wrap(Net())
-    before = getattr(model._unit().groups[0], changed)
+    before = attribute(changed)(model._unit().groups[0])
     getattr(model, name)(not before)
     assert told(model, attribute(changed), not before) == (EVERYONE if recurses else {"root"})
     getattr(model, name)(before)
@@ -220,9 +221,9 @@ def test_gradient_sync_switches_the_all_reduce_too() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "changed", "stored", "reached"),
     [
-        ("set_gradient_divide_factor", 3, "_divide_factor", 3.0, {"root"}),
+        ("set_gradient_divide_factor", 3, "division.factor", 3.0, {"root"}),
         ("set_gradient_scaling_factor", 3, "gradient_scaling_factor", 3, EVERYONE),
-        ("set_reduce_op_type", "sum", "_reduce_op_type", "sum", EVERYONE),
+        ("set_reduce_op_type", "sum", "division.op_type", "sum", EVERYONE),
         ("set_custom_all_gather", Buffers(), "has_custom_comm", True, {"root"}),
         ("set_custom_reduce_scatter", Buffers(), "has_custom_comm", True, {"root"}),
         ("set_all_reduce_hook", print, "all_reduce_hook", print, {"root"}),

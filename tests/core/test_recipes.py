@@ -96,7 +96,7 @@ def test_tied_embedding_and_head_are_one_unit() -> None:
 def test_no_division_anywhere() -> None:
     model = wrapped()
     recipes.disable_fsdp_gradient_division(model)
-    factors = [group._divide_factor for unit in model._units(recurse=True) for group in unit.groups]
+    factors = [group.division.factor for unit in model._units(recurse=True) for group in unit.groups]
     assert factors == [1.0] * 4
 
 

@@ -32,12 +32,10 @@ def after(owner: Any, name: str, effect: Callable[..., None]) -> AbstractContext
 
 def no_post_divide() -> AbstractContextManager[Any]:
     """The division that follows a sum is left out."""
-    from hpcompat.core import param_group
+    from hpcompat.core import division
 
-    original = param_group.divide_plan
-    return mock.patch.object(
-        param_group, "divide_plan", lambda request: dataclasses.replace(original(request), post=None)
-    )
+    original = division.divide_plan
+    return mock.patch.object(division, "divide_plan", lambda request: dataclasses.replace(original(request), post=None))
 
 
 def lost_last_rank() -> AbstractContextManager[Any]:

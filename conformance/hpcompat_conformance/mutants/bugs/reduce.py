@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcompat_conformance.mutants.plant import Plant, mutant
 
-PLAN = "hpcompat.core.param_group:divide_plan"
+PLAN = "hpcompat.core.division:divide_plan"
 REDUCTION = "hpcompat_torch.reduction:ReductionInFlight"
 
 
@@ -77,12 +77,12 @@ def the_divide_factor_is_applied_twice(plant: Plant) -> None:
 def a_new_divide_factor_comes_too_late(plant: Plant) -> None:
     """A divide factor that is set after the first backward is not used."""
 
-    def keep_plans(original: Any, group: Any, **settings: Any) -> None:
-        plans = dict(group._plans)
-        original(group, **settings)
-        group._plans.update(plans)
+    def keep_plans(original: Any, division: Any, **settings: Any) -> None:
+        plans = dict(division._plans)
+        original(division, **settings)
+        division._plans.update(plans)
 
-    plant.around("hpcompat.core.param_group:ParamGroup.set_division", keep_plans)
+    plant.around("hpcompat.core.division:Division.set", keep_plans)
 
 
 @mutant("RED-11")
@@ -101,7 +101,7 @@ def a_queued_reduction_reads_the_settings_of_today(plant: Plant) -> None:
 
     def read_again(ctx: Any, group: Any, reduction: Any) -> None:
         is_narrow = reduction.output.dtype.itemsize == 2 and "bfloat" not in str(reduction.output.dtype)
-        reduction.request = dataclasses.replace(reduction.request, plan=group._plan(is_narrow))
+        reduction.request = dataclasses.replace(reduction.request, plan=group.division.plan(is_narrow))
 
     plant.before("hpcompat.core.comm_ctx:CommContext._retire", read_again)
 
@@ -111,11 +111,11 @@ def all_units_divide_as_the_first_does(plant: Plant) -> None:
     """The settings of one unit's division are used for all units."""
     plans: list[Any] = []
 
-    def share(original: Any, group: Any, overflow_risk: bool) -> Any:
-        plans.append(original(group, overflow_risk))
+    def share(original: Any, division: Any, overflow_risk: bool) -> Any:
+        plans.append(original(division, overflow_risk))
         return plans[0]
 
-    plant.around("hpcompat.core.param_group:ParamGroup._plan", share)
+    plant.around("hpcompat.core.division:Division.plan", share)
 
 
 @mutant("RED-01")

@@ -18,7 +18,7 @@ def replicate_adds_up(plant: Plant) -> None:
         plan = original(request)
         return dataclasses.replace(plan, all_reduce_op=ReduceOp.SUM) if request.shard_world_size == 1 else plan
 
-    plant.around("hpcompat.core.param_group:divide_plan", undivided)
+    plant.around("hpcompat.core.division:divide_plan", undivided)
 
 
 @mutant("RPL-04")
