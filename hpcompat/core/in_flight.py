@@ -18,7 +18,7 @@ class GatherInFlight:
     travels.
     """
 
-    __slots__ = ("_owner", "event", "is_async", "output", "source", "work", "world_size")
+    __slots__ = ("event", "is_async", "output", "owner", "source", "work", "world_size")
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class GatherInFlight:
         self.work = work
         self.event = event
         self.is_async = work is not None
-        self._owner = owner
+        self.owner = owner
 
 
 class ReductionInFlight(ABC, Generic[Param]):

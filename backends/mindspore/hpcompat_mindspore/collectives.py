@@ -60,7 +60,7 @@ class GatherInFlight(in_flight.GatherInFlight):
             try:
                 self.work.wait()
             except RuntimeError as error:
-                explain(error, collective="all-gather", owner=self._owner)
+                explain(error, collective="all-gather", owner=self.owner)
                 raise
             self.work = None
         if self._tensor is not None:

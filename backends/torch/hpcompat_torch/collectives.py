@@ -59,7 +59,7 @@ class GatherInFlight(in_flight.GatherInFlight):
             try:
                 agreement.wait(self.work)
             except RuntimeError as error:
-                explain(error, collective="all-gather", owner=self._owner)
+                explain(error, collective="all-gather", owner=self.owner)
                 raise
             self.work = None
 
